@@ -70,13 +70,17 @@ def trainer(folder: Path, socket: Path):
 
 
 @contextmanager
-def serving(folder: Path, *, open_to_all: bool = True, price: float = 0.0, waiting=None, **how):
+def serving(
+    folder: Path, *, open_to_all: bool = True, price: float = 0.0, waiting=None,
+    public_url: str = "", **how,
+):  # fmt: skip
     """A service without a trainer: its address, its socket, and itself."""
     with TemporaryDirectory() as place:
         socket = Path(place) / "bell"
         log = CommandLog(folder / "tinker", waiting=waiting)
         service = make_service(folder, IntakeLimits(), open_to_all=open_to_all)
-        app = make_app(service, tinker=Tinker(log, Futures(log, socket, **how), price))
+        tinker = Tinker(log, Futures(log, socket, **how), price)
+        app = make_app(service, public_url=public_url, tinker=tinker)
         server = make_server(app, port=0, timeout_graceful_shutdown=1)
         bound = server.config.bind_socket()
         thread = threading.Thread(target=server.run, args=([bound],), daemon=True)

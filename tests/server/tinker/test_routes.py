@@ -572,6 +572,21 @@ def test_a_repeat_is_answered_as_before_once_a_quota_is_used_up(asked):
     assert asked.post("/peft_folders/a", sums).status_code == 429
 
 
+def test_links_lead_to_the_public_address(tmp_path):
+    """Its path too, which a proxy removes; headers of a proxy say nothing then."""
+    public = "https://train.example.com/tinker"
+    with serving(tmp_path, public_url=public) as (address, socket, service):
+        asked = Asked(address, socket, service, tmp_path)
+        place = exported(asked, "tml-any")
+        session = place.split("/")[2].partition(":")[0]
+        links = [*asked.get(f"{place}/external_weights_urls").json()["urls"].values()]
+        links.append(asked.get(f"/sessions/{session}/trace_export").json()["url"])
+
+        assert {link.startswith(f"{public}/api/v1/") for link in links} == {True}
+        for link in links:
+            assert asked.get(link.removeprefix(f"{public}/api/v1")).status_code == 200
+
+
 def test_a_link_fetches_one_file_of_its_owner_without_a_key(tmp_path):
     """Another file, time or signature is refused, also by another service."""
     with serving(tmp_path, open_to_all=False) as (address, socket, service):

@@ -21,6 +21,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse
 from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, Field
+from starlette.datastructures import URL, URLPath
 
 from tlora_fx.config.adapter_folder import CONFIG, WEIGHTS
 from tlora_fx.errors import JobUnknown, QuotaReached, RequestGone, RequestRefused
@@ -310,7 +311,7 @@ def one_session(session: str, by: By) -> dict[str, Any]:
 def trace_export(session: str, by: By, request: Request) -> dict[str, Any]:
     """Where a session's trace is."""
     by.log.session(by.user.name, session)
-    return {"status": "ready", "url": str(request.url_for("session_trace", session=session))}
+    return {"status": "ready", "url": str(_link(request, "session_trace", session=session))}
 
 
 @api.get("/sessions/{session}/trace")
@@ -321,6 +322,13 @@ def session_trace(session: str, by: By) -> dict[str, Any]:
     rows = by.log.times(name, session=session, limit=MAX_TRACED)
     pieces, took_over = by.log.cycles(name, session), by.log.facts().get(TOOK_OVER)
     return {"traceEvents": [*trace(rows, pieces, took_over)]}
+
+
+def _link(request: Request, route: str, **parts: str) -> URL:
+    """Where a client finds a route: at the public address if there is one."""
+    base = request.app.state.public_url or request.base_url
+    path: URLPath = request.app.url_path_for(route, **parts)
+    return path.make_absolute_url(base)
 
 
 # Commands.
@@ -623,7 +631,7 @@ def external_weights_urls(model: str, checkpoint: str, by: By, request: Request)
     expires = int(by.log.now()) + LINK_SECONDS
     urls = {}
     for file in (CONFIG, WEIGHTS):
-        url = request.url_for("checkpoint_file", model=model, checkpoint=checkpoint, file=file)
+        url = _link(request, "checkpoint_file", model=model, checkpoint=checkpoint, file=file)
         signature = by.tinker.links.sign(found.path, file, expires)
         urls[file] = str(url.include_query_params(expires=expires, signature=signature))
     return {"urls": urls, "expires": _time(expires)}
