@@ -33,6 +33,7 @@ from tlora_fx.errors import (
     UnknownGpu,
 )
 from tlora_fx.host.memory import usable_cpus
+from tlora_fx.inspect.wording import plural
 from tlora_fx.scheduler.local.admission_worker import prepare
 from tlora_fx.scheduler.state import Group, JobRequest
 
@@ -133,8 +134,8 @@ class Estimates:
             return []
         cores = max(1, usable_cpus() // self.cluster.gpus)
         return [
-            f"{profile.name} was measured on {profile.hardware.processors} cores, a slot has "
-            f"{cores}: measure it with OMP_NUM_THREADS={cores}"
+            f"{profile.name} was measured on {plural(profile.hardware.processors, 'core')}, a slot "
+            f"has {cores}: measure it with OMP_NUM_THREADS={cores}"
             for profile in self._given
             if profile.hardware.processors != cores
         ]

@@ -408,7 +408,9 @@ class ServiceStore(ServiceLedger):
             [now] = self.jobs(job.name)
             if not now.active or now.wanted == "cancel":
                 raise RequestConflict(
-                    f"a job that is {now.state} cannot be asked to {verb}", job=now.name
+                    f"a job that is {now.state} cannot be asked to {verb}",
+                    job=now.name,
+                    help=f"`tlora-fx client status {now.name}` says how it stands",
                 )
             if now.wanted == wanted:
                 raise RequestConflict(f"the job is {now.state}: no {verb} is needed", job=now.name)
