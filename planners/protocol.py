@@ -111,7 +111,14 @@ class Planner:
         return self.make(model, shape, self.Options.model_validate(options or {}), profile)
 
     def make(self, model: SuperModel, shape: MeshShape | None, options: Any, profile: Any) -> Plan:
-        """Make a plan by options that were validated: an instance of `Options`."""
+        """Make a plan; the same for the same arguments, on every process.
+
+        model     compiled; weights are not needed
+        shape     the mesh, or None where the planner is to choose it (`processes` in options)
+        options   an instance of `Options`, validated
+        profile   measured times of layers, or None
+        raises    MeshDoesNotFit, PlanNotRunnable
+        """
         raise NotImplementedError
 
     def holds_whole_base(self, plan: Plan) -> bool:

@@ -28,8 +28,9 @@ from torch import Tensor
 from tlora_fx.config.losses import BY_TOKEN, FIELDS
 
 #: From the log-probabilities of a micro-batch's sequences, [n] each, and what their samples say of
-#: these tokens, by name, to the sum of the losses, or that and numbers to report by name.
-OwnLoss: TypeAlias = Callable[[list[Tensor], list[Mapping[str, Tensor]]], Any]
+#: these tokens, dicts of [n] by name, to the sum of the losses, or that and numbers to report by
+#: name. Any, for functions say dict or Mapping.
+OwnLoss: TypeAlias = Callable[[list[Tensor], list[Any]], Any]
 _KINDS = {name: kind for kind, name in enumerate(BY_TOKEN)}
 
 
@@ -171,7 +172,7 @@ class SequenceLoss:
         scores = self.objective.scores
         # What stands behind the sequences of samples is mismatched: see `mismatched`.
         scores.logprobs[self.first] = -losses.detach()[: self.bounds[len(self.given)]]
-        given: list[Mapping[str, Tensor]] = [
+        given: list[dict[str, Tensor]] = [
             {name: said.to(losses) for name, said in of.items()} for of in self.given
         ]
         if self.objective.loss == "kto":

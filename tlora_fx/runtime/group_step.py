@@ -150,7 +150,8 @@ class GroupStep:
 
     def __post_init__(self) -> None:
         require_device(self.device)
-        if not isinstance(self.model, SuperModel):
+        # torch.compile wraps a model.
+        if not isinstance(getattr(self.model, "_orig_mod", self.model), SuperModel):
             raise SuperModelMisuse(
                 "what trains is no Shared Super-Model",
                 expected="what tlora_fx.compile(jobs) returned",

@@ -181,6 +181,7 @@ def try_function(
                 function=job.named_loss,
                 rows=rows,
                 at=model_line(error),
+                expected="a function of (logprobs, inputs), which returns the sum of the losses",
                 found=f"{type(error).__name__}: {error}",
                 help="it gets " + ", ".join(objective.given[0]) + " of each sequence's target "
                 "tokens: columns that hold a number in each row",
