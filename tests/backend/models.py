@@ -12,6 +12,8 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.debugging import aot_eager
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
 
 from tests.models import FAMILIES, VOCABULARY, assert_close
 from tlora_fx.backend import BackendWarning, forget, lower_graph, read_options
@@ -30,9 +32,38 @@ class Net(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-def net(dtype: torch.dtype = torch.float32, **lora: Any) -> Any:
-    """The small net with a LoRA branch on both linears."""
-    return wrapped(Net().to(dtype), **{"target_modules": ["up", "down"], **lora})
+class Transposed(Net):
+    """With weights as GPT-2 stores them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Conv1D(20, 12), Conv1D(12, 20)
+
+
+class Checkpointed(Net):
+    """Computed again in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same numbers."""
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Gated(Net):
+    """With a third linear that reads the same input as the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(12, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., 12] to [..., 12]."""
+        return self.down(torch.tanh(self.gate(x)) * self.up(x))
+
+
+def net(dtype: torch.dtype = torch.float32, kind: type[Net] = Net, **lora: Any) -> Any:
+    """A small net with a LoRA branch on all linears."""
+    lora = {"target_modules": ["up", "down", "gate"], "fan_in_fan_out": kind is Transposed, **lora}
+    return wrapped(kind().to(dtype), **lora)
 
 
 def language_model(

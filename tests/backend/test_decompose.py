@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import fx
 from torch._dynamo.backends.debugging import aot_eager
-from torch.utils.checkpoint import checkpoint
-from transformers.pytorch_utils import Conv1D
 
 from tests.backend.models import (
+    Checkpointed,
+    Gated,
     Lowering,
     Net,
+    Transposed,
     assert_equal_steps,
     ids,
     language_model,
     net,
     train,
-    wrapped,
 )
 from tlora_fx.backend import lower_graph, read_options
 from tlora_fx.backend.decompose import decompose_sites
@@ -55,29 +55,11 @@ def both(model, x):
     return *steps, backend
 
 
-class Transposed(Net):
-    """With weights as GPT-2 stores them."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = Conv1D(20, 12), Conv1D(12, 20)
-
-
-class Checkpointed(Net):
-    """Computed again in the backward."""
-
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("kind", [Net, Transposed, Checkpointed])
 def test_a_site_equals_its_operator(kind, dropout):
     """Results and gradients; a mask of dropout is the same, also where it is drawn again."""
-    model = wrapped(
-        kind(), target_modules=["up", "down"], lora_dropout=dropout,
-        fan_in_fan_out=kind is Transposed,
-    )  # fmt: skip
+    model = net(kind=kind, lora_dropout=dropout)
     expected, found, backend = both(model, torch.randn(2, 7, 12))
 
     assert_equal_steps(found, expected, 2e-6)
@@ -120,11 +102,10 @@ def test_another_scaling_is_read_from_its_table():
 
 def test_what_passes_made_stays():
     """Only a site as lower-adapters leaves it is written out."""
-    model = language_model("llama")
+    model, x = net(kind=Gated), torch.randn(2, 7, 12)
     backend = Decomposing({"passes": ["share-input"]})
 
-    assert_equal_steps(train(model, backend.compile(model), ids(2, 7)),
-                       train(model, model, ids(2, 7)), 2e-6)  # fmt: skip
+    assert_equal_steps(train(model, backend.compile(model), x), train(model, model, x), 2e-6)
     assert backend.ours() == {"multi_lora_linears"}
 
 

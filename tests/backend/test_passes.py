@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
 from torch import fx
 
-from tests.backend.models import Lowering, assert_equal_steps, ids, language_model, net, train
+from tests.backend.models import (
+    Checkpointed,
+    Gated,
+    Lowering,
+    Net,
+    Transposed,
+    assert_equal_steps,
+    ids,
+    language_model,
+    net,
+    train,
+)
 from tests.models import error_of
 from tests.numerics.conftest import a_pass
 from tlora_fx.backend import read_options
@@ -38,12 +49,6 @@ def step(model, x, **options):
     return train(model, backend.compile(model), x), backend
 
 
-@cache
-def plain_step(family, dropout):
-    """A step without passes of one's own: compiled once for all tests that compare with it."""
-    return step(language_model(family, lora_dropout=dropout), ids(2, 7))
-
-
 def apart(graphs):
     """Take each site's frozen linear and its adapters apart."""
     for graph in graphs.graphs():
@@ -60,39 +65,50 @@ def apart(graphs):
 APART = a_pass(apart, numerics="bound")
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.25])
-@pytest.mark.parametrize("passes", ["share-input", ["share-input{max-sites=2}"]])
+@pytest.mark.parametrize(
+    ("passes", "dropout"), [("share-input", 0.25), (["share-input{max-sites=2}"], 0.0)]
+)
 def test_a_pass_of_ours_rewrites_what_dynamo_recorded(passes, dropout):
     """Sites that read one input share an operator, as in fused graphs; the masks are the same."""
-    expected, _ = plain_step("llama", dropout)
-    model = language_model("llama", lora_dropout=dropout)
-    found, backend = step(model, ids(2, 7), passes=passes, strict=True)
+    model, x = net(kind=Gated, lora_dropout=dropout), torch.randn(2, 7, 12)
+    expected, _ = step(model, x)
+    found, backend = step(model, x, passes=passes, strict=True)
 
     assert_equal_steps(found, expected, 1e-6)
     assert operators(backend)["multi_lora_linears"] == 1
 
 
-@pytest.mark.parametrize("setting", ["plain", "transposed", "autocast", "checkpointed"])
-def test_a_pass_as_an_object_rewrites_what_dynamo_recorded(setting):
-    """With weights [in, out], under autocast, and inside checkpointed regions."""
-    family = "gpt2" if setting == "transposed" else "llama"
-    model = language_model(family)
-    if setting == "checkpointed":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    with torch.autocast("cpu", torch.bfloat16, enabled=setting == "autocast"):
-        bare = setting in ("plain", "transposed")
-        expected, plain = plain_step(family, 0.0) if bare else step(model, ids(2, 7))
-        found, backend = step(model, ids(2, 7), passes=[APART])
+def assert_taken_apart(model, x, bound):
+    """By a pass as an object, with the numbers of a step without it."""
+    expected, plain = step(model, x)
+    found, backend = step(model, x, passes=[APART])
 
-    assert_equal_steps(found, expected, 2e-2 if setting == "autocast" else 1e-5)
+    assert_equal_steps(found, expected, bound)
     assert backend.counts == plain.counts
     assert operators(backend)["multi_lora_add"] > 0
     assert operators(backend)["multi_lora_linear"] == 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "autocast"),
+    [(Net, False), (Transposed, False), (Checkpointed, False), (Net, True)],
+)
+def test_a_pass_as_an_object_rewrites_what_dynamo_recorded(kind, autocast):
+    """With weights [in, out], under autocast, and inside checkpointed regions."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert_taken_apart(net(kind=kind), torch.randn(2, 7, 12), 2e-2 if autocast else 1e-5)
+
+
+@pytest.mark.slow
+def test_a_pass_as_an_object_rewrites_a_language_model():
+    """All sites of its layer."""
+    assert_taken_apart(language_model("llama"), ids(2, 7), 1e-5)
+
+
 def test_passes_run_in_their_order():
     """The second finds what the first left: no two operators to share an input."""
-    _, backend = step(language_model("llama"), ids(2, 7), passes=[APART, "share-input"])
+    model = net(kind=Gated)
+    _, backend = step(model, torch.randn(2, 7, 12), passes=[APART, "share-input"])
 
     assert set(operators(backend)) == {"multi_lora_add"}
 
