@@ -259,7 +259,7 @@ def test_a_shape_knows_no_jobs(base):
 def test_a_request_says_whether_its_rows_run_as_graphs(base):
     """By its own operators; a base's shape leaves that to its jobs."""
     plain = job("one", base, target_modules=LINEARS).model_copy(update={"max_steps": 3})
-    dora = job("one", base, target_modules=LINEARS, use_dora=True, lora_dropout=0.1)
+    dora = job("one", base, target_modules=["q_proj"], use_dora=True, lora_dropout=0.1)
     wide = plain.model_copy(update={"adapter_compute": "float32"})
 
     assert [facts_of_job(one).captures for one in (plain, dora, wide)] == [True, False, False]
