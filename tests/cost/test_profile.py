@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cost.facts import small_model, term_at
-from tests.models import base_of, job, ready, tokens
+from tests.models import SHALLOW, base_of, job, ready, tokens
 from tests.parallel.processes import run_processes
 from tests.runtime.groups import make_job, tiny_base
 from tlora_fx.compiler import compile
@@ -331,7 +331,7 @@ def test_shipped_profiles_were_measured():
 
 def test_a_compiled_models_loss_is_timed_with_its_last_norm(tmp_path):
     """It is called as the root calls it; without the norm it gives something else."""
-    base = base_of(tmp_path, "llama")
+    base = base_of(tmp_path, "llama", **SHALLOW["llama"])
     model = ready([job("one", base, r=4, target_modules=["q_proj"])])
     row, cpu = pack([tokens([10])]), torch.device("cpu")
     loss = model.net.get_submodule(LOSS)
