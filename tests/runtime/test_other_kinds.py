@@ -29,7 +29,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "LORA": {"r": 4},
     "LORA-FA": {"r": 4, "rank_pattern": {"v_proj": 2}, "alpha_pattern": {"q_proj": 3}},
     "LORA-tokens": {"r": 2, "trainable_token_indices": [9, 3, 20]},
-    "LORA-other-tokens": {"r": 2, "trainable_token_indices": {"embed_tokens": [3, 5, 7]}},
     "ADALORA": {"init_r": 4, "target_r": 2, "total_step": 3, "tfinal": 2, "lora_alpha": 6},
     "IA3": {
         "target_modules": ["k_proj", "v_proj", "down_proj"],
