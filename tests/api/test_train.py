@@ -343,6 +343,17 @@ def test_what_is_no_job_is_refused(jobs, tmp_path):
         train(jobs, output=tmp_path / "run", verbose=False)
 
 
+@pytest.mark.parametrize(
+    "callbacks", [TrainerCallback(), [TrainerCallback], [lambda report: None], None]
+)
+def test_what_hears_of_nothing_is_refused(base, callbacks, tmp_path):
+    """One alone, a class, a function: each would hear nothing, or fail at the first step."""
+    job = Job("a", base=loaded(base), lora=4, data=ROWS, max_steps=1)
+
+    with pytest.raises(JobError, match=r"train\(callbacks=...\): it is no list of callbacks"):
+        train(job, output=tmp_path / "run", verbose=False, callbacks=callbacks)
+
+
 def test_an_unreadable_row_names_its_number(base, tmp_path):
     """The second of three rows."""
     with pytest.raises(DataError, match="<list>: row 2"):

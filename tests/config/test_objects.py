@@ -186,6 +186,8 @@ def test_a_stream_needs_steps() -> None:
         ({"columns": {"prompt": "q"}}, "data={'rows': ..., 'columns': {...}}"),
         ({"data": {"prompt": ["a"], "completion": ["b"]}}, "a list of rows (dicts)"),
         ({"callbacks": 3}, "expected  a list"),
+        ({"optim": 3}, "; or a class of torch.optim, or a function of parameters that makes one"),
+        ({"loss": "crossentropy"}, "; or a function of (logprobs, inputs)"),
         ({"method": "grpo"}, "write the loop with GroupStep and Sampler"),
         ({"method": print}, "give it as 'loss'"),
         ({"loss": "dpo"}, "method='dpo'"),

@@ -14,7 +14,7 @@ from tlora_fx.cli.terminal import Console
 from tlora_fx.compiler import Jobs, as_jobs, compile
 from tlora_fx.config.validation import words_of_python
 from tlora_fx.cost.load import MAX_ROW_TOKENS
-from tlora_fx.errors import TloraError
+from tlora_fx.errors import JobError, TloraError
 from tlora_fx.host import phases
 from tlora_fx.runtime.callbacks import Callbacks, TrainerCallback
 from tlora_fx.runtime.checks import unusual
@@ -59,6 +59,7 @@ def train(
         (require_begun if resume else require_new)(folder)
         require_device(device)
         given = as_jobs(jobs)
+        _require_callbacks(callbacks)
         require_data(given)
         held.enter_context(hold_early(folder, resume))
         heard = _Heard(bars, max_row_tokens)
@@ -76,6 +77,19 @@ def train(
         runs = trainer.run()
     results = [JobResult.of_folder(run.job, folder / run.job.name) for run in runs]
     return Results(results, folder, heard.warnings)
+
+
+def _require_callbacks(callbacks: Sequence[TrainerCallback]) -> None:
+    """Refuse what hears of nothing; raises JobError."""
+    listed = isinstance(callbacks, Sequence)
+    for callback in callbacks if listed else [callbacks]:
+        hears = callable(getattr(callback, "stepped", None)) and not isinstance(callback, type)
+        if not listed or not hears:
+            raise JobError(
+                "train(callbacks=...): it is no list of callbacks",
+                expected="objects of classes below tlora_fx.TrainerCallback, such as [Tell()]",
+                found=repr(callback),
+            )
 
 
 class _Heard(TrainerCallback):

@@ -285,6 +285,11 @@ _OBJECTS = {
     **dict.fromkeys(("data", "eval_data"), "a path, a list of rows, a Dataset, or a dict"),
     "compute_metrics": "a function, or a str",
 }
+#: Arguments that name one of several things, or take what makes one.
+_MADE = {
+    "optim": "a class of torch.optim, or a function of parameters that makes one",
+    "loss": "a function of (logprobs, inputs)",
+}
 
 
 def _of_argument(callee: str, mistake: Mistake) -> Mistake:
@@ -294,6 +299,8 @@ def _of_argument(callee: str, mistake: Mistake) -> Mistake:
     what, expected, found, help = map(words_of_python, texts)
     if len(mistake.loc) == 1 and expected in ("a dict", "a str"):
         expected = _OBJECTS.get(str(mistake.loc[0]), expected)
+    if len(mistake.loc) == 1 and expected.startswith("one of") and mistake.loc[0] in _MADE:
+        expected += f"; or {_MADE[str(mistake.loc[0])]}"
     if mistake.loc and mistake.what == f"unknown key '{mistake.loc[0]}'":
         what = f"unknown argument '{mistake.loc[0]}'"
         help = help.replace("known keys:", "known arguments:")
