@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.inspect.pages import stages
-from tests.models import base_of, job
+from tests.models import SHALLOW, base_of, job
 from tlora_fx.compiler import compile
 from tlora_fx.inspect.html import write_html
 from tlora_fx.inspect.program import Recorder
@@ -123,10 +123,11 @@ def opened(browser, tab, tmp_path) -> Iterator[Callable[..., Opened]]:
         context.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def recorded(tmp_path_factory) -> list[PassStage]:
     """Every pass over two real jobs, one of which has branches that no pattern lowers."""
-    base = base_of(tmp_path_factory.mktemp("base"), "llama", dtype="float32")
+    folder = tmp_path_factory.mktemp("base")
+    base = base_of(folder, "llama", dtype="float32", **SHALLOW["llama"])
     recorder = Recorder()
     compile(
         [

@@ -174,14 +174,14 @@ def test_many_jobs_have_a_column_each(opened, count):
 def test_modules_are_called_by_what_they_do(opened, recorded):
     """Not by an operator in them, which of a norm is a power."""
     found = opened(recorded)
-    found.row("layers.0-2 ×3").locator(".twisty").click()
+    found.row("layers.0-1 ×2").locator(".twisty").click()
 
     roles = {
         name: found.row(name).locator(".operator").text_content()
-        for name in ("rotary_emb", "layers.0-2 ×3", "self_attn", "input_layernorm", "mlp", "norm")
+        for name in ("rotary_emb", "layers.0-1 ×2", "self_attn", "input_layernorm", "mlp", "norm")
     }
     assert roles == {
-        "rotary_emb": "rotary embedding", "layers.0-2 ×3": "decoder layer", "norm": "RMSNorm",
+        "rotary_emb": "rotary embedding", "layers.0-1 ×2": "decoder layer", "norm": "RMSNorm",
         "self_attn": "attention", "input_layernorm": "RMSNorm", "mlp": "MLP",
     }  # fmt: skip
 
