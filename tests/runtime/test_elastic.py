@@ -127,19 +127,20 @@ def test_a_model_that_is_kept_is_tried_on_its_base_though_sites_have_no_rows(tmp
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "watched"),
+    ("device", "dtype", "layers", "watched"),
     [
-        ("cpu", "bfloat16", "a"),
-        pytest.param("cuda", "float32", "ac", marks=pytest.mark.gpu),
-        pytest.param("cuda", "bfloat16", "ac", marks=pytest.mark.gpu),
+        ("cpu", "bfloat16", 1, "a"),
+        pytest.param("cuda", "float32", 2, "ac", marks=pytest.mark.gpu),
+        pytest.param("cuda", "bfloat16", 2, "ac", marks=pytest.mark.gpu),
     ],
 )
-def test_jobs_that_come_and_go_leave_no_bit_of_each_other(tmp_path, device, dtype, watched):
+def test_jobs_that_come_and_go_leave_no_bit_of_each_other(tmp_path, device, dtype, layers, watched):
     """Strict, in rows of the same lengths: whatever the others read and learn, nothing differs.
 
     watched   job a, which pauses and comes back, and c, which comes later
     """
-    base = tiny_base(tmp_path, dtype, hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    base = tiny_base(tmp_path, dtype, num_hidden_layers=layers, **sizes)
     jobs = coming_jobs(base)
     data = make_data(list(jobs.values()))
     faster = {name: job.model_copy(update={"learning_rate": 3e-2}) for name, job in jobs.items()}

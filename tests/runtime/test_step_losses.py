@@ -209,7 +209,7 @@ def check_a_mix(base, names, seed, reduction):
     assert_equal_to_peft(jobs, batches)
 
 
-@mixes(3)
+@mixes(2)
 @given(
     st.lists(NAMES, min_size=3, max_size=3), st.integers(0, 10**6), st.sampled_from(["mean", "sum"])
 )
