@@ -322,10 +322,11 @@ class GroupStep:
         returns   by job name, in the order given. Where a job's rows fail, or its loss is not
                   finite, that job's output has the error, its gradients are as before the call,
                   and its neighbours' outputs stand
-        raises    StepMisuse for a job that does not train here, and for a batch that `Batch` does
-                  not allow: without tokens, with token ids that the base does not have, with a
-                  loss that is not there or samples that do not fit it; the failure itself where it
-                  is no single job's, as OutOfMemory: all gradients are as before the call then
+        raises    StepMisuse for a job that does not train here, under autocast, and for a batch
+                  that `Batch` does not allow: without tokens, with token ids that the base does not
+                  have, with a loss that is not there or samples that do not fit it; the failure
+                  itself where it is no single job's, as OutOfMemory: all gradients are as before
+                  the call then
         """
         _require_dict(batches)
         self._ready()

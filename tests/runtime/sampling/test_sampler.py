@@ -181,6 +181,17 @@ def test_fewer_tokens_are_the_beginning_of_more(double):
     assert long.tokens[:3] == short.tokens
 
 
+def test_a_mode_of_the_caller_changes_no_token(double):
+    """Another default device is put aside; autocast, which would change numbers, is refused."""
+    sampler, options = Sampler(double), {"seed": 1, "max_new_tokens": 3, "stop": ()}
+    expected = sampler.sample({"plain": [[1, 2]]}, **options)
+
+    with torch.device("meta"):
+        assert sampler.sample({"plain": [[1, 2]]}, **options) == expected
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(StepMisuse, match="autocast"):
+        sampler.sample({"plain": [[1, 2]]}, **options)
+
+
 def test_the_adapters_of_the_moment_are_sampled(double):
     """After an optimizer step, and for the jobs that did one alone."""
     sampler = Sampler(double)

@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 def in_default_modes(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a method of an object with `mesh` that trains.
+    """Decorate a method that trains or draws, of an object with `mesh` or with a `step`.
 
     It has gradients under no_grad and inference_mode, too, and makes tensors on the CPU where the
     caller has set another default device.
@@ -27,10 +27,10 @@ def in_default_modes(method: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         own: Any = args[0]
-        kind = own.mesh.device.type
+        kind = getattr(own, "step", own).mesh.device.type
         if torch.is_autocast_enabled(kind):
             raise StepMisuse(
-                "jobs cannot train under torch.autocast",
+                "jobs cannot run under torch.autocast",
                 expected="no autocast around the call",
                 found=f"autocast of '{kind}' to {torch.get_autocast_dtype(kind)}",
                 help="give the base the dtype to compute in, such as dtype: bfloat16",

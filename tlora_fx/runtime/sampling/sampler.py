@@ -34,6 +34,7 @@ from tlora_fx.runtime.generation import generation_config
 from tlora_fx.runtime.group_step import GroupStep
 from tlora_fx.runtime.isolation import is_out_of_memory
 from tlora_fx.runtime.launching.cpu_threads import few_threads
+from tlora_fx.runtime.launching.torch_modes import in_default_modes
 from tlora_fx.runtime.sampling.draw import DrawOptions, numbers_of
 from tlora_fx.runtime.sampling.engine import Engine, FinishReason, GrowingSequence, Request
 from tlora_fx.runtime.sampling.token_graphs import TokenGraphs
@@ -111,6 +112,7 @@ class Sampler:
         self._positions = _positions_of(self.step.model)
         self.step.keepers.add(self)
 
+    @in_default_modes
     def sample(
         self,
         prompts: Mapping[str, Sequence[Sequence[int]]],
@@ -137,10 +139,10 @@ class Sampler:
                          others; completions of equal prompts differ. By default drawn from torch's
                          generator
         returns          by job name: `n` completions of each prompt, in the order given
-        raises           StepMisuse for a job that does not train here; GenerationError for a
-                         prompt or a number that cannot be, before anything runs. Where there is no
-                         memory beside captured rows of the step, these are freed first, and all
-                         completions drawn again
+        raises           StepMisuse for a job that does not train here, and under autocast;
+                         GenerationError for a prompt or a number that cannot be, before anything
+                         runs. Where there is no memory beside captured rows of the step, these are
+                         freed first, and all completions drawn again
         """
         options = DrawOptions(temperature, top_k, top_p)
         require_options(options, max_new_tokens, n)
