@@ -129,7 +129,7 @@ class Aside(Plain):
     """A model with a linear whose result nobody reads."""
 
     def __init__(self) -> None:
-        super().__init__(layers=2)
+        super().__init__(layers=1)
         self.aside = nn.Linear(32, 32)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class Detached(Plain):
         return self.head(hidden.detach())
 
 
-@pytest.mark.parametrize(("module", "target"), [(Aside(), "aside"), (Detached(), "out")])
+@pytest.mark.parametrize(("module", "target"), [(Aside(), "aside"), (Detached(layers=1), "out")])
 def test_a_job_without_an_adapter_on_the_way_to_the_loss_is_refused(module, target):
     """Nothing would be trained."""
     text = error_of(lambda: compile(hand_written(module, targets=(target,))), UnknownTarget)
@@ -167,7 +167,7 @@ def test_a_job_without_an_adapter_on_the_way_to_the_loss_is_refused(module, targ
 
 def test_what_peft_refuses_on_a_base_is_our_error():
     """A LayerNorm cannot carry an adapter; PEFT says so, and we say for which job."""
-    text = error_of(lambda: compile(hand_written(Plain(), targets=("norm",))), JobError)
+    text = error_of(lambda: compile(hand_written(Plain(layers=1), targets=("norm",))), JobError)
 
     assert "PEFT refuses the fields of LORA on this base" in text
     assert "LayerNorm" in text
