@@ -9,13 +9,11 @@ import torch
 
 from tests import kept_between_runs, traced_once
 from tests.models import base_of, job
-from tlora_fx import compiler
 from tlora_fx.compiler import compile
 from tlora_fx.errors import PassFailed
 from tlora_fx.inspect.program import Recorder
 from tlora_fx.ir.verifier import fingerprint
 from tlora_fx.model.backbone import load_backbone
-from tlora_fx.numerics.probe import ProbeResult
 from tlora_fx.passes.fuse_backbone import FuseBackbone
 from tlora_fx.pipeline import Runner
 from tlora_fx.tracing import export, trace_cache
@@ -145,20 +143,6 @@ def test_neither_data_nor_steps_nor_the_folder_of_a_base_are_fused(fused, tmp_pa
     for lora in (KINDS["plain"] | {"lora_alpha": 3}, KINDS["dora"]):
         with pytest.raises(AssertionError, match="again"):
             compile([first.model_copy(update={"lora": lora})])
-
-
-def test_jobs_like_others_are_tried_once(fused, tmp_path, monkeypatch):
-    """Those of another rank or with other samples; not those with another kind of adapter."""
-    base, asked = base_of(tmp_path, "llama", num_hidden_layers=2), []
-    monkeypatch.setattr(traced_once, "_tried", {})
-    traced_once.install()
-    monkeypatch.setattr(compiler, "probe_once", lambda *given: asked.append(given) or ProbeResult())
-    traced_once.install(fused=True)
-
-    for lora in (KINDS["plain"], KINDS["plain"] | {"r": 5}, KINDS["dora"], KINDS["plain"]):
-        compile([job("one", base, **lora)])
-
-    assert len(asked) == 2
 
 
 def test_a_pass_that_a_test_has_replaced_runs(fused, tmp_path, monkeypatch):

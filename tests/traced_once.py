@@ -9,8 +9,7 @@ of a config looks at ids. Tests of tracing (tests/tracing) do all of it each tim
 Where tests only train what was compiled, passes run once over equal jobs too: files train the same
 jobs again and again, and processes of a group (tests/parallel/processes.py) under plan after plan.
 Equal are jobs of the same names, adapters and base: its folder, their data and their steps are not
-in a fused group. There a fused group is tried against its base once for all groups of the same
-operators and kinds of adapters, whatever their modules, ranks, numbers and samples.
+in a fused group.
 
 Processes read what any process has traced, in this test run or in one before, from the product's
 own cache (tlora_fx/tracing/trace_cache.py). It lies in the folder that TRACES names.
@@ -38,7 +37,6 @@ from tlora_fx.config.job import Job
 from tlora_fx.host import environment
 from tlora_fx.ir.graph import AdapterSite, Form, GroupGraph, JobGraph
 from tlora_fx.model.backbone import Backbone
-from tlora_fx.numerics.probe import ProbeResult
 from tlora_fx.numerics.state import copy_state
 from tlora_fx.pipeline import Runner
 from tlora_fx.runtime import checks as _checks
@@ -58,7 +56,6 @@ _sites: dict[Hashable, dict[str, AdapterSite]] = {}
 _wrapped: set[Hashable] = set()
 _compared: dict[Hashable, str | None] = {}
 _fused: OrderedDict[Hashable, GroupGraph] = OrderedDict()
-_tried: dict[Hashable, ProbeResult] = {}
 #: The fused groups that a process keeps: tests that train equal jobs stand near each other.
 MAX_FUSED = 32
 TRACES = "TLORA_FX_TEST_TRACES"
@@ -70,7 +67,7 @@ IN_NO_GRAPH = frozenset({"architectures", "bos_token_id", "eos_token_id", "initi
 def install(*, fused: bool = False) -> None:
     """Let the compiler ask for a known graph before it traces.
 
-    fused    and for a fused group before passes run, and whether one like it was tried
+    fused    and for a fused group before passes run
     """
     os.environ.pop(environment.TRACE_CACHE, None)
     if not hasattr(compiler.job_graph, "plain"):
@@ -82,8 +79,6 @@ def install(*, fused: bool = False) -> None:
     _run_all_passes()
     if fused:
         compiler.fuse = _fuse(compiler.fuse)
-        compiler.probe_once = _probe(compiler.probe_once)
-        checks.probe_loaded_once = _probe(checks.probe_loaded_once)
 
 
 def uninstall() -> None:
@@ -141,13 +136,7 @@ def _job(plain: Trace) -> Trace:
 
 
 def _run_all_passes() -> None:
-    for module, name in (
-        (compiler, "fuse"),
-        (compiler, "probe_once"),
-        (checks, "probe_loaded_once"),
-    ):
-        own = getattr(module, name)
-        setattr(module, name, getattr(own, "plain", own))
+    compiler.fuse = getattr(compiler.fuse, "plain", compiler.fuse)
 
 
 def _fuse(plain: Callable[..., GroupGraph]) -> Callable[..., GroupGraph]:
@@ -170,31 +159,6 @@ def _fuse(plain: Callable[..., GroupGraph]) -> Callable[..., GroupGraph]:
 
     fuse.plain = plain  # type: ignore[attr-defined]
     return fuse
-
-
-def _probe(plain: Callable[..., ProbeResult]) -> Callable[..., ProbeResult]:
-    def probe(
-        group: GroupGraph, backbone: Backbone, jobs: Sequence[Job], *more: Any, **named: Any
-    ) -> ProbeResult:
-        # Of an open group what is tried depends on who is in it.
-        if _is_from_python(backbone) or group.open is not None:
-            return plain(group, backbone, jobs, *more, **named)
-        operators = frozenset(
-            str(node.target)
-            for graph in group.graphs()
-            for node in graph.nodes
-            if node.op == "call_function"
-        )
-        kinds = frozenset(site.kind for own in group.jobs for site in own.sites.values())
-        dtypes = frozenset(job.adapter_dtype for job in jobs)
-        way = (plain, str(named.get("device")), group.form, group.compute, group.exact, dtypes)
-        key = (_model(backbone), way, operators, kinds)
-        if key not in _tried:
-            _tried[key] = plain(group, backbone, jobs, *more, **named)
-        return _tried[key]
-
-    probe.plain = plain  # type: ignore[attr-defined]
-    return probe
 
 
 def _fused_fields(job: Job) -> tuple[object, ...]:
