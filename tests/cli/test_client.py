@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tarfile
-import threading
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -98,18 +97,26 @@ def test_a_job_goes_from_its_file_to_its_adapter(said, tmp_path):
         (lambda it: it.service.store.revoke("alice"), "the token was revoked before the job"),
     ],
 )
-def test_a_followed_log_that_ends_before_its_job_is_an_error(said, tmp_path, ends, told):
+def test_a_followed_log_that_ends_before_its_job_is_an_error(
+    said, tmp_path, monkeypatch, ends, told
+):
     """A script that waits for the job goes no further."""
     it, say = said
     path = tmp_path / "jobs.yaml"
     path.write_text(job_file("a"))
     say("submit", path)
     as_scheduled(it.folder, [("alice.a",)])
-    later = threading.Timer(0.5, ends, [it])
-    later.start()
+    shown = []
+
+    def show(line):
+        if not shown:
+            ends(it)
+        shown.append(line)
+
+    monkeypatch.setattr(client, "echo", show)
 
     assert told in say("logs", "a", "-f", code=1)
-    later.join()
+    assert "step 1" in shown[0]
 
 
 def archive(**files):

@@ -46,7 +46,7 @@ finally:
 FORKS = """
 import json, os, sys
 import tlora_fx.cli.terminal, tlora_fx.config.job_file, tlora_fx.inspect.diff
-import tlora_fx.server.ledger, typer._adapters
+import tlora_fx.server.ledger
 
 codes = []
 for folder, words in json.loads(sys.argv[1]):

@@ -20,6 +20,7 @@ from tlora_fx.errors import QuotaReached
 from tlora_fx.scheduler.estimates import require_measured
 from tlora_fx.server import submission
 from tlora_fx.server.app import make_app
+from tlora_fx.server.file_patterns import may_enter
 from tlora_fx.server.ledger import User
 from tlora_fx.server.service import make_service
 from tlora_fx.server.submission import IntakeLimits
@@ -271,6 +272,7 @@ def test_a_pattern_of_files_out_of_a_root_is_refused(asked, tmp_path, pattern):
     [
         {"data": {"path": "{run}/service/submitted/*/mine.jsonl"}},
         {"data": {"path": "{root}/*/**/mine.jsonl"}},
+        {"data": {"path": "{root}/*/service/submitted/*/mine.jsonl"}},
         {"data": {"path": "{run}/alice.a/metrics.jsonl"}},
         {"adapter": "{run}/alice.a", "lora": None},
         {"adapter": "{run}/service/replaced/000001.alice.a", "lora": None},
@@ -293,6 +295,34 @@ def test_a_root_that_holds_the_run_shows_nothing_of_other_users(asked, tmp_path,
     refused = it.submit(sent, user="bob").json()
     assert refused.get("what") == "a job may not read this path"
     assert it.submit(sent, user="root").json().get("what") != refused["what"]
+
+
+def test_a_pattern_reaches_nothing_that_others_put_into_the_run_later(asked, tmp_path):
+    """Workers look for what it names when the job starts; beside the run, patterns are read."""
+    it = asked(roots=(tmp_path, EXAMPLES))
+    it.add("bob")
+    mine = {"mine.jsonl": it.upload(b'{"text": "own"}\n', "bob")}
+    (tmp_path / "sets").mkdir()
+    (tmp_path / "sets" / "a.jsonl").write_text('{"text": "a"}\n')
+    later = job_file("a", data=f"{tmp_path}/*/service/submitted/*/mine.jsonl")
+    beside = job_file("b", data=f"{tmp_path}/sets/*.jsonl")
+
+    refused = it.submit(later, user="bob", files=mine).json()
+    assert refused.get("what") == "a job may not read this path"
+    assert it.submit(beside, key="2", user="bob").status_code == 201
+
+
+@pytest.mark.parametrize(
+    ("pattern", "enters"),
+    [
+        ("/data/*.jsonl", False), ("/data/*", False), ("/data/sets/*.jsonl", False),
+        ("/other/*/x", False), ("/*/*", False), ("/data/**", True), ("/data/*/x.jsonl", True),
+        ("/data/r*/**/x", True), ("/**/x.jsonl", True), ("/data/run/*/x", True), ("/*/*/x", True),
+    ],
+)  # fmt: skip
+def test_patterns_that_may_enter_a_folder(pattern, enters):
+    """By names alone, whatever is there now."""
+    assert may_enter(pattern, "/data/run") == enters
 
 
 def test_a_root_that_holds_the_run_shows_users_their_own_jobs(asked, tmp_path):
@@ -484,6 +514,32 @@ def test_an_upload_that_is_sent_again_takes_no_more_of_the_quota(asked):
     assert refused.json()["facts"]["found"] == "at least 151 bytes with this one"
     assert "--keep-uploads" in refused.json()["help"]
     it.upload(b"y" * 60)
+
+
+def test_a_file_that_is_sent_again_beside_a_stalled_upload_counts_once(asked):
+    """The client sends it again after a moment; the connection that broke is found out later."""
+    intake, content = asked(stored_bytes=100).service.intake, b"x" * 90
+    sha256, kept = hashlib.sha256(content).hexdigest(), asyncio.Event()
+
+    async def stalled():
+        yield content[:60]
+        await kept.wait()
+        raise ConnectionResetError
+
+    async def whole():
+        yield content
+
+    async def both() -> None:
+        first = asyncio.create_task(intake.upload(User("local"), sha256, stalled()))
+        await asyncio.sleep(0)
+        assert await intake.upload(User("local"), sha256, whole()) == 90
+        kept.set()
+        with pytest.raises(ConnectionResetError):
+            await first
+
+    asyncio.run(both())
+    (path,) = intake.store.folder.glob("uploads/*/*")
+    assert path.read_bytes() == content
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -32,6 +32,7 @@ from tlora_fx.errors import (
     UploadRefused,
 )
 from tlora_fx.host.environment import AUTHORITY, SERVER, TOKEN
+from tlora_fx.server.log_lines import SERVICE_ENDING, TOKEN_GONE
 
 if TYPE_CHECKING:
     import httpx
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 group = command_group("Submit jobs to a service; list, pause, cancel and fetch them.")
 #: What is tried again where the service is gone for a moment.
 TRIES, PAUSE_SECONDS, KEY = 5, 0.5, "Idempotency-Key"
-#: How the last line of a followed log ends, where the log ends before its job.
-SERVICE_ENDING, TOKEN_GONE = "; the service is ending", ": the token is no longer accepted"
 #: Fields of a job that are seconds since 1970.
 TIMES = ("submitted", "started", "ended")
 #: Jobs that are asked for at a time.

@@ -54,6 +54,7 @@ from tlora_fx.host.version import __version__
 from tlora_fx.runtime.run_folder import METRICS
 from tlora_fx.server.archives import packed
 from tlora_fx.server.ledger import User
+from tlora_fx.server.log_lines import SERVICE_ENDING, TOKEN_GONE
 from tlora_fx.server.service import Service
 from tlora_fx.server.store import STATES, Page
 from tlora_fx.server.view import Event, GroupSpan, JobStatus, Overview, log_lines
@@ -77,8 +78,6 @@ HAND_OVER_SECONDS = 5.0
 QUIET_SECONDS = 15.0
 #: After which a request is sent again that found too many waiting.
 QUEUE_FULL_SECONDS = "1"
-#: End of the last line of a followed log that ends before its job; the client knows them.
-SERVICE_ENDING, TOKEN_GONE = "; the service is ending", ": the token is no longer accepted"
 #: Status of an answer to a body that is too large.
 TOO_LARGE = 413
 #: Status in the log of a request whose client closed the connection before its end.

@@ -6,12 +6,15 @@ requests expands none: it runs this file, and ends it after a while.
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -56,6 +59,23 @@ def is_open(path: str, folders: Sequence[str], closed: Sequence[str]) -> bool:
     above = [each for each in (*folders, *closed) if os.path.commonpath([path, each]) == each]
     nearest = max(above, key=len, default="")
     return nearest in folders and nearest not in closed
+
+
+def may_enter(pattern: str, folder: str) -> bool:
+    """Whether a pattern can name what lies in a folder, now or later.
+
+    pattern   absolute, with no `..`
+    folder    absolute, without links
+    """
+    *above, last = Path(pattern).parts
+    for name, part in zip_longest(Path(folder).parts, above):
+        if part == "**" or name is None:
+            return True
+        if part is None:
+            return last == "**"
+        if not fnmatch.fnmatchcase(name, part):
+            return False
+    return True
 
 
 def matches(pattern: str, folders: Sequence[str], closed: Sequence[str]) -> Matches:

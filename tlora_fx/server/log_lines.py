@@ -13,6 +13,10 @@ from datetime import UTC, datetime
 
 from tlora_fx.errors import printable
 
+#: How the last line of a job's log that is followed ends, where the log ends before its job: the
+#: client knows it by that, so that clients of other versions depend on it.
+SERVICE_ENDING, TOKEN_GONE = "; the service is ending", ": the token is no longer accepted"
+
 
 class TextLines(logging.Formatter):
     """A line of text for each record, and an indented line for each one of its traceback."""

@@ -51,7 +51,7 @@ from tlora_fx.host.storage import missing_bytes
 from tlora_fx.runtime.data.rows import is_local
 from tlora_fx.runtime.launching.early_checks import require_distinct_names
 from tlora_fx.server.archives import archive
-from tlora_fx.server.file_patterns import is_open, look_up
+from tlora_fx.server.file_patterns import is_open, look_up, may_enter
 from tlora_fx.server.ledger import FOLDER, User
 from tlora_fx.server.store import OwnedJob, ReplacedJob, ServiceStore, Submission, full_name
 
@@ -115,8 +115,8 @@ class Intake:
         self._handing_over = threading.Lock()
         self._looks: Counter[str] = Counter()
         self._counting_looks = threading.Lock()
-        # By user, bytes of the uploads that are being sent.
-        self._arriving: Counter[str] = Counter()
+        # Of each upload that is being sent its user, SHA-256 and bytes so far.
+        self._arriving: dict[Path, tuple[str, str, int]] = {}
 
     def restore(self) -> None:
         """Put back what a killed service did not come to, and remove what nobody was told of."""
@@ -192,7 +192,7 @@ class Intake:
             with part.open("wb") as file:
                 async for chunk in content:
                     size += len(chunk)
-                    self._arriving[user.name] += len(chunk)
+                    self._arriving[part] = user.name, sha256, size
                     digest.update(chunk)
                     if size > self.limits.upload_bytes:
                         raise UploadRefused(
@@ -200,7 +200,7 @@ class Intake:
                             expected=f"at most {self.limits.upload_bytes} bytes",
                             help="put it where the workers see it, and name its path",
                         )
-                    self._require_stored(stored + self._arriving[user.name])
+                    self._require_stored(stored + self._arriving_bytes(user))
                     self.require_room()
                     file.write(chunk)
             if digest.hexdigest() != sha256:
@@ -216,9 +216,17 @@ class Intake:
             os.utime(part, (self.store.now(),) * 2)
             part.rename(folder / sha256)
         finally:
-            self._arriving[user.name] -= size
+            self._arriving.pop(part, None)
             part.unlink(missing_ok=True)
         return size
+
+    def _arriving_bytes(self, user: User) -> int:
+        """Bytes of the uploads that a user is sending; of a file that is sent again, those once."""
+        largest: Counter[str] = Counter()
+        for name, sha256, size in self._arriving.values():
+            if name == user.name:
+                largest[sha256] = max(largest[sha256], size)
+        return largest.total()
 
     def _require_stored(self, size: int) -> None:
         """Refuse an upload with which a user has too many bytes; raises QuotaReached."""
@@ -371,6 +379,7 @@ class Intake:
             elsewhere = is_there(text) and not (here or text.endswith(DATA_SUFFIXES))
             paths += [Path(text)] if elsewhere else []
             inside = all(self._is_inside(user, folder, path) for path in paths)
+            inside = inside and not (is_pattern(text) and self._may_enter(user, folder, text))
             if inside and is_pattern(text):
                 patterns[str(folder / _home(text))] = where, text
             if where.startswith("base") and named and not (here or _home(text).is_absolute()):
@@ -469,6 +478,15 @@ class Intake:
         own = closed and real.is_relative_to(self._run) and is_open(str(real), folders, [])
         job = next(iter(real.relative_to(self._run).parts), "") if own else ""
         return self.store.user_of_job(job) == user.name
+
+    def _may_enter(self, user: User, folder: Path, pattern: str) -> bool:
+        """Whether a pattern may name files of the run, of which others put there more later.
+
+        Workers look again for what it names, whenever the job starts.
+        """
+        path = (folder / _home(pattern)).resolve()
+        own = path.is_relative_to(folder.resolve())
+        return not (user.admin or own) and may_enter(str(path), str(self._run))
 
     def _document(self, folder: Path, jobs: Sequence[Job], names: Sequence[str]) -> str:
         """The same jobs with absolute paths and full names, as a file anywhere."""
