@@ -409,6 +409,18 @@ def test_a_module_at_several_places_has_one_adapter(make):
     assert_equals_peft(model, [tokens([5, 3], seed=1)], WIDE)
 
 
+def test_layers_that_share_a_module_without_parameters_are_folded():
+    """Such as an activation: the layer that calls it is where it stands."""
+    model = Plain(layers=3)
+    for layer in model.layers:
+        layer.drop = model.layers[0].drop
+
+    ssm = ready(hand_written(model))
+
+    assert [block for block in ssm.group.blocks if "layers" in block] == ["layers_0_2"]
+    assert_equals_peft(ssm, [tokens([5, 3], seed=1)], WIDE)
+
+
 class ScaledHead(Plain):
     """A head that looks at the tokens beside each token."""
 

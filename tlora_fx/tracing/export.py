@@ -336,12 +336,14 @@ class _Importer:
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}
         self.attributes: dict[str, fx.Node] = {}
-        # A module that stands at several places is known by the first: PEFT adapts it there.
+        # A module that stands at several places is known by the first: PEFT adapts it there. One
+        # without parameters, such as an activation, belongs to whichever layer calls it.
         tensors = chain(row.named_parameters(), row.named_buffers())
         self.names = {id(tensor): name for name, tensor in tensors}
-        first = {id(part): name for name, part in row.named_modules()}
+        first = {id(part): name for name, part in row.named_modules() if _has_parameters(part)}
         self.paths = {
-            name: first[id(part)] for name, part in row.named_modules(remove_duplicate=False)
+            name: first.get(id(part), name)
+            for name, part in row.named_modules(remove_duplicate=False)
         }
 
     def inline(self, module: fx.GraphModule, inputs: list[Any] | None) -> Any:
@@ -458,6 +460,10 @@ class _Importer:
             source=_source_line(node.meta.get("stack_trace")),
         )
         return copied
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _without_value(node: fx.Node) -> BaseNotTraceable:
