@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 
 import pytest
@@ -15,6 +17,7 @@ from tlora_fx.errors import BaseRefused
 from tlora_fx.model.backbone import has_sdpa, load_backbone, matrices_on_meta
 from tlora_fx.runtime.adapters.files import base_tensors
 from tlora_fx.testing.equivalence import SIZES
+from tlora_fx.tracing.surroundings import undisturbed
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +48,30 @@ def test_modules_of_other_threads_stay_real():
 
     assert [linear.weight.is_meta for linear in made] == [False, True, True]
     assert nn.Module.register_parameter is register
+
+
+def test_a_fork_beside_a_thread_that_builds_can_build():
+    """The thread that holds the lock is not in it."""
+    held, go_on = threading.Event(), threading.Event()
+
+    def build() -> None:
+        with undisturbed(), matrices_on_meta():
+            held.set()
+            go_on.wait()
+
+    other = threading.Thread(target=build)
+    other.start()
+    held.wait()
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        with undisturbed(), matrices_on_meta():
+            os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    go_on.set()
+    other.join()
+
+    assert code == 0
 
 
 def test_every_tensor_of_the_module_lies_on_meta(backbone):

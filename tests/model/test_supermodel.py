@@ -161,6 +161,7 @@ def test_gradients_are_zeroed_where_they_are(model):
     [
         (lambda model: model.half(), "found     torch.float16 on cpu"),
         (lambda model: model.to("meta"), " on meta"),
+        (lambda model: model.to_empty(device="cpu"), "tensors of other memory"),
         (lambda model: model.load_state_dict(model.state_dict(), assign=True), "leave assign out"),
     ],
 )

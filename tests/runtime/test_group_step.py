@@ -93,9 +93,10 @@ def test_a_loop_of_steps_is_what_the_trainer_does(tmp_path, jobs, data):
         assert_same(adapter(group, name), load_file(tmp_path / name / "adapter_model.safetensors"))
 
 
-@pytest.mark.parametrize(
-    "mode", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")]
-)
+MODES = [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_step_trains_in_any_mode_of_its_caller(jobs, data, mode):
     """Without gradients a loop would go on, and train nothing."""
     expected = train_alone(jobs["a"], data["a"], 2)
@@ -105,6 +106,23 @@ def test_a_step_trains_in_any_mode_of_its_caller(jobs, data, mode):
 
     assert found[0] == expected[0]
     assert_same(found[1], expected[1], 0.0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_jobs_come_and_wait_in_any_mode_of_the_caller(jobs, data, mode):
+    """Also where the banks grow for them."""
+    with mode():
+        group = GroupStep(compile([jobs["a"]], open=ONE_SLOT), device="cpu")
+        one_step(group, {"a": data["a"].step(0)})
+        assert group.admit(jobs["d"])[1].grown
+        one_step(group, {"a": data["a"].step(1), "d": data["d"].step(0)})
+        group.park("a")
+        group.restore(jobs["a"])
+        state = group.release("d")
+        one_step(group, {"a": data["a"].step(2)})
+
+    assert_same(adapter(group, "a"), train_alone(jobs["a"], data["a"], 3)[1], 1e-9)
+    assert_same(state.adapter, train_alone(jobs["d"], data["d"], 1)[1], 1e-9)
 
 
 def test_a_step_under_autocast_is_refused(jobs, data):

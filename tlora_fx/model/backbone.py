@@ -12,6 +12,7 @@ import copy
 import difflib
 import hashlib
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -421,6 +422,8 @@ def _why_not_built(config: Any, factory: Any, error: Exception) -> tuple[str, st
 
 
 _BUILDING = threading.RLock()
+# A process that was forked has not the thread that builds.
+os.register_at_fork(after_in_child=_BUILDING._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -137,17 +137,19 @@ class SuperModel(nn.Module):
         self._require_weights()
         weights = {(tensor.dtype, tensor.device) for tensor in self.parameters()}
         tables = {(tensor.dtype, tensor.device) for tensor in self.buffers()}
-        for before in weights:
-            after = _changed(fn, *before)
-            if after != before:
+        for dtype, device in weights:
+            after = _changed(fn, dtype, device)
+            if after is not None:
+                alike = (after.dtype, after.device) == (dtype, device)
+                found = "tensors of other memory" if alike else f"{after.dtype} on {after.device}"
                 raise SuperModelMisuse(
                     "a Shared Super-Model stays in the dtypes and on the device that it has",
-                    expected="{} on {}".format(*before),
-                    found="{} on {}".format(*after),
+                    expected=f"{dtype} on {device}",
+                    found=found,
                     help="give the base its dtype, and GroupStep or Trainer the device",
                 )
         # Tables of jobs stay on the CPU where the weights are on a GPU.
-        if any(_changed(fn, *before) != before for before in tables):
+        if any(_changed(fn, *before) is not None for before in tables):
             return self
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
@@ -835,7 +837,8 @@ def _wrong(name: str, expected: object, found: Tensor | None) -> SuperModelMisus
 
 def _changed(
     fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device
-) -> tuple[torch.dtype, torch.device]:
-    """What a function makes of a tensor's dtype and device."""
-    made = fn(torch.empty(0, dtype=dtype, device=device))
-    return made.dtype, made.device
+) -> Tensor | None:
+    """What a function makes of a tensor of a dtype and device; None where it leaves it as it is."""
+    probe = torch.empty(0, dtype=dtype, device=device)
+    made = fn(probe)
+    return None if made is probe else made

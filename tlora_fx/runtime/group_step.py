@@ -699,6 +699,7 @@ class GroupStep:
         self.members[member.index] = member
         return member
 
+    @in_default_modes
     def admit(
         self, job: Job, state: JobState | None = None, *, may_grow: bool = True
     ) -> tuple[Member, Admission]:
@@ -747,6 +748,7 @@ class GroupStep:
             self.model.applied = AppliedPlan(self.plan, self.mesh, self.runner)
         return admission
 
+    @in_default_modes
     def release(self, name: str) -> JobState:
         """Release a job; its rows are free then.
 
@@ -754,6 +756,7 @@ class GroupStep:
         """
         return self.let_go(self.member(name))
 
+    @in_default_modes
     def park(self, name: str) -> None:
         """Park a job; its state waits in main memory for `restore`.
 
@@ -768,6 +771,7 @@ class GroupStep:
             )
         self._parked[name] = self.let_go(member).with_own_values().in_main_memory()
 
+    @in_default_modes
     def restore(self, job: Job) -> Member:
         """Restore a parked job where it was; raises StepMisuse where it is not parked."""
         if job.name not in self._parked:

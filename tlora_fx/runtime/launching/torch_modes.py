@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from tlora_fx.errors import StepMisuse
+from tlora_fx.tracing.surroundings import default_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,9 +35,7 @@ def in_default_modes(method: Callable[P, R]) -> Callable[P, R]:
                 found=f"autocast of '{kind}' to {torch.get_autocast_dtype(kind)}",
                 help="give the base the dtype to compute in, such as dtype: bfloat16",
             )
-        made_on = torch.get_default_device()
-        default = nullcontext() if made_on.type == "cpu" else torch.device("cpu")
-        with torch.inference_mode(False), torch.enable_grad(), default:
+        with default_modes(), torch.enable_grad():
             return method(*args, **kwargs)
 
     return run
