@@ -670,6 +670,9 @@ def digest_of(samples: Sequence[Sample]) -> str:
     if isinstance(samples, TokenSamples):
         digest, judged = samples.digest(), map(samples.is_desirable, range(len(samples)))
         more = bytes(flag for flag in judged if flag is not None)
+        if more:
+            cut = (samples.beyond(index) for index in range(len(samples)))
+            more += b"".join(ids.astype(np.int32).tobytes() for ids in cut)
         if samples.has_numbers:
             more += _number_bytes(samples.numbers(index) for index in range(len(samples)))
         return hashlib.sha256(digest.encode() + more).hexdigest()[:_SHOWN] if more else digest

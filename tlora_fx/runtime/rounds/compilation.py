@@ -324,8 +324,10 @@ class Compilation:
             return
         self.group.options = replace(self.group.options, wait_for_compile=False)
 
-    def found(self, rounds: int) -> int:
-        """After how many rounds layers took over that are compiled already; now, if nobody knows.
+    def recorded_takeover(self, rounds: int) -> int:
+        """After how many rounds layers took over that are compiled already, by the record.
+
+        A record without it says from then on that they did now.
 
         rounds    done so far
         raises    what the record raises

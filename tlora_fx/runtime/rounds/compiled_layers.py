@@ -86,7 +86,7 @@ class CompiledLayers:
         if not step.options.compiled:
             return
         if step.model.is_compiled:
-            self.state, self.after = "compiled", self._compilation.found(rounds)
+            self.state, self.after = "compiled", self._compilation.recorded_takeover(rounds)
             return
         step.options = replace(step.options, wait_for_compile=False)
         self.state = "compiling"
