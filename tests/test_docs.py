@@ -76,7 +76,7 @@ def test_links_between_pages_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_files_that_pages_name_are_there(page):
-    """`ir/graph.py` may stand in tlora_fx, `service/` in a run; none names a file that has moved."""
+    """`ir/graph.py` may stand in tlora_fx, `service/` in a run; no other file has moved."""
     text = page.read_text(encoding="utf-8")
     named = re.findall(r"`(?!service/)((?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|json))`", text)
 
