@@ -539,7 +539,11 @@ def default_tile(spec: KernelSpec) -> Tile:
 
 
 def tile_for(spec: KernelSpec, tokens: int, width: int) -> Tile:
-    """The rule for a row of so many tokens whose S has so many columns; the slab may be set."""
+    """Tile for so many tokens and columns of S.
+
+    Where whole rows of x would be too few programs, each takes a slab of columns and leaves a share
+    of S.
+    """
     rule = default_tile(spec)
     columns = spec.rank_block if width <= spec.rank_block else rule.columns
     if spec.gated and _is_short(spec):

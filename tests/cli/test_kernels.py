@@ -78,6 +78,18 @@ def test_a_kernel_is_explained(capsys):
     assert "tile  by the rule, for nothing like it was measured on NVIDIA H200" in out
 
 
+def test_the_kernel_of_the_given_ranks_and_tokens_is_explained(capsys):
+    """Large ranks are padded to wider blocks, and few tokens are cut into narrower slabs."""
+    words = ("explain", "expand", "--in", "3072", "--out", "3072", "--gpu", "My GPU")
+    few, _, _ = said(capsys, *words, "--ranks", "8,64", "--tokens", "1280")
+    many, _, _ = said(capsys, *words, "--ranks", "8,16", "--tokens", "65536")
+
+    assert "rank_block=32" in few
+    assert re.search(r"^ +slab +128", few, re.MULTILINE)
+    assert "rank_block" not in many
+    assert re.search(r"^ +slab +512", many, re.MULTILINE)
+
+
 def test_a_given_tile_is_explained_as_given(capsys):
     """The rule has nothing to say about it."""
     out, _, _ = said(capsys, "explain", *PACK, "--tile", "16,256,0,4,2")

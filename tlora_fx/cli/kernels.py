@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tlora_fx.cli.arguments.options import command_group, option, takes_options
-from tlora_fx.codegen.kernels import build, emitter, first_line
+from tlora_fx.codegen.kernels import build, emitter, expand, first_line, shrink
 from tlora_fx.codegen.loading import kernel_folder
 from tlora_fx.codegen.spec import KINDS, KernelSpec, Tile
 from tlora_fx.errors import KernelSpecError
@@ -290,6 +290,7 @@ def page(spec: KernelSpec, tokens: int, ranks: list[int], gpu: str) -> Iterator[
     tokens, ranks   of a call; its jobs have equal lengths
     """
     site = _site(spec, ranks)
+    spec = replace(spec, rank_block=site.rank_block)
     tile, why = _tile_and_reason(spec, site, tokens, gpu)
     generated = build(replace(spec, tile=tile))
     yield generated.spec.text()
@@ -318,17 +319,25 @@ def _site(spec: KernelSpec, ranks: list[int]) -> Site:
     )
 
 
-def _tile_and_reason(
-    spec: KernelSpec, site: Site, tokens: int, gpu: str
-) -> tuple[Tile | None, str]:
+def _tile_and_reason(spec: KernelSpec, site: Site, tokens: int, gpu: str) -> tuple[Tile, str]:
     from tlora_fx.ops.kernels import select
 
     if spec.tile is not None:
         return spec.tile, "given with --tile"
     if measured := select.tile_for(spec.kind, site, tokens, gpu, spec.sites):
         return measured, f"measured on {gpu}"
-    rule = " ".join((emitter(spec.kind).default_tile.__doc__ or "").split())
-    return None, f"by the rule, for nothing like it was measured on {gpu}: {rule}"
+    tile, rule = _tile_by_rule(spec, site, tokens)
+    return tile, f"by the rule, for nothing like it was measured on {gpu}: {' '.join(rule.split())}"
+
+
+def _tile_by_rule(spec: KernelSpec, site: Site, tokens: int) -> tuple[Tile, str]:
+    """The tile of a launch for so many tokens where tables have none, and the rule in words."""
+    if spec.kind == "shrink":
+        return shrink.tile_for(spec, tokens, site.width), shrink.tile_for.__doc__ or ""
+    if spec.kind == "expand":
+        return expand.tile_for(spec, tokens), expand.tile_for.__doc__ or ""
+    rule = emitter(spec.kind).default_tile
+    return rule(spec), rule.__doc__ or ""
 
 
 def _plan(spec: KernelSpec, site: Site, tokens: int, gpu: str) -> Iterator[str]:
