@@ -127,6 +127,7 @@ def common_values(spec: KernelSpec) -> dict[str, object]:
         "dtype": spec.dtype,
         "adapter_dtype": spec.adapter_dtype,
         "wide": wide,
+        "adapter_wide": accumulator(spec.adapter_dtype),
         "part": wide.removeprefix("tl."),
         "precision": precision(spec.dtype),
         "inner": spec.inner,
@@ -147,6 +148,13 @@ def common_values(spec: KernelSpec) -> dict[str, object]:
         "gated": spec.gated,
         "overlap": overlaps(spec),
     }
+
+
+def written(spec: KernelSpec) -> dict[str, object]:
+    """What docstrings say of gradients that leave whole."""
+    if spec.accumulate:
+        return {"fills": "Add to da and db", "written": "added to"}
+    return {"fills": "Fill da and db", "written": "written whole"}
 
 
 def either(numbers: Sequence[int]) -> str:

@@ -13,7 +13,8 @@ width; so strips are narrow (128 columns: 512 programs at 8192 x 4096 with chunk
 the pipeline deep: each SM has three programs with three tiles of 16 KiB in flight.
 
 With `whole` no job has more than one chunk. Then there is nothing to add up: da leaves as it is,
-programs beside write db out of its shares, and rows of nobody are zero.
+programs beside write db out of its shares, and rows of nobody are zero. With `accumulate` both are
+added to what is there, and rows of nobody stay as they are.
 """
 
 from __future__ import annotations
@@ -30,20 +31,39 @@ from tlora_fx.codegen.template import (
     of_sites,
     short,
     size,
+    written,
 )
 
 _BODY = '''
+#? accumulate [
+@triton.jit
+def rounded_sum(before, value):
+    """before + value, which is rounded before it is added, as a sum of whole gradients is."""
+    value = value.to(tl.$adapter_dtype).to($adapter_wide)
+    return (before.to($adapter_wide) + value).to(tl.$adapter_dtype)
+
+
+#]
 #? whole [
 @triton.jit
 def write_rows(parts, gradient, first, count, strip, there, WIDTH: tl.constexpr):
+    #? not accumulate [
     """Some columns of `count` rows of a gradient, which are one chunk's share, or zero."""
+    #]
+    #? accumulate [
+    """Add one chunk's share, where there is one, to some columns of `count` rows of a gradient."""
+    #]
     ranks = tl.arange(0, RANK_BLOCK)
     columns = strip * COLUMNS + tl.arange(0, COLUMNS)
     own = (ranks < count)[:, None] & (columns < WIDTH)[None, :]
     share = parts + ranks[:, None] * WIDTH + columns[None, :]
     value = tl.load(share, mask=own & there, other=0.0)
     to = gradient + (first + ranks).to(tl.int64)[:, None] * WIDTH + columns[None, :]
-    tl.store(to, value.to(tl.$adapter_dtype), mask=own)
+    tl.store(to, value.to(tl.$adapter_dtype), mask=own)  #? not accumulate
+    #? accumulate [
+    before = tl.load(to, mask=own & there, other=0.0)
+    tl.store(to, rounded_sum(before, value), mask=own & there)
+    #]
 
 
 #]
@@ -101,7 +121,7 @@ def kernel(
     rank = block * RANK_BLOCK
     #]
     #? whole [
-    # Programs behind the last job's write zeros into rows of nobody.
+    # Programs behind the last job's write zeros into rows of nobody, or nothing.
     job = tl.minimum(chunk, jobs)
     there = chunk < jobs
     start = tl.load(segments + job)
@@ -115,7 +135,8 @@ def kernel(
     #? whole [
     first_$k = tl.load(ranks_$k + job) + rank
     end_$k = tl.load(ranks_$k + job + 1, mask=there, other=0)
-    own_rows_$k = tl.where(there, end_$k, rows_$k) - first_$k
+    own_rows_$k = tl.where(there, end_$k, rows_$k) - first_$k  #? not accumulate
+    own_rows_$k = end_$k - first_$k  #? accumulate
     owned_$k = own_rows_$k > 0
     #]
     # Jobs that drop nothing have no bits to read: all of theirs count as set.
@@ -190,7 +211,11 @@ def kernel(
     to = (first_$k + ranks).to(tl.int64)[:, None] * INNER + columns[None, :]
     stored = (ranks < own_rows_$k)[:, None]
     stored &= inside[None, :]  #? ragged
-    tl.store(out_a_$k + to, tl.trans(da_$k).to(tl.$adapter_dtype), mask=stored)
+    tl.store(out_a_$k + to, tl.trans(da_$k).to(tl.$adapter_dtype), mask=stored)  #? not accumulate
+    #? accumulate [
+    before_$k = tl.load(out_a_$k + to, mask=stored, other=0.0)
+    tl.store(out_a_$k + to, rounded_sum(before_$k, tl.trans(da_$k)), mask=stored)
+    #]
     #]
     #]
 
@@ -213,7 +238,7 @@ def launch(x, ds, bits, segments, slots, thresholds, jobs, ranks, da, db_parts, 
     #]
     #? whole [
     ranks        per site int32 [jobs + 1]
-    da, db       per site [R, $inner], [R, $outers] in $adapter_dtype, contiguous, written whole
+    da, db       per site [R, $inner], [R, $outers] in $adapter_dtype, contiguous, $written
     db_parts     per site $part [C, W, $outers], of which each job has one chunk at most
     #]
     """
@@ -364,7 +389,8 @@ def _values(spec: KernelSpec) -> dict[str, object]:
         "unread": "" if spec.dropout else ", not read",
         "ragged": ragged,
         "nobody": f"not ({somebody})" if several else "not owned_0",
-        "fills": "Fill da and db" if spec.whole else "Fill the shares of da",
+        "fills": "Fill the shares of da",
+        **(written(spec) if spec.whole else {}),
         "stays": "" if spec.whole else "; what no job owns stays as it is",
         "or_ranks": ", not read" if spec.whole else "",
     }

@@ -12,7 +12,15 @@ from tlora_fx.codegen.kernels import lora_b_backward
 from tlora_fx.codegen.kernels.lora_b_backward import chunk_of, slabs_of
 from tlora_fx.codegen.kernels.pack import STRIP
 from tlora_fx.codegen.spec import KernelSpec, Tile
-from tlora_fx.codegen.template import common_values, constants_of, either, fill, module, of_sites
+from tlora_fx.codegen.template import (
+    common_values,
+    constants_of,
+    either,
+    fill,
+    module,
+    of_sites,
+    written,
+)
 
 _ELEMENTS = 512  # of dS in a program: 16 bytes of float32 for each of 128 threads
 _S_SLAB = 1024  # of x, where nobody says
@@ -224,7 +232,13 @@ def sum_row(parts, gradient, row, rank, first, count, width, strip, WIDTH: tl.co
         batch = parts + (done + chunks).to(tl.int64)[:, None] * chunk_size + columns[None, :]
         total += tl.sum(tl.load(batch, mask=here, other=0.0), axis=0)
     gradient += row.to(tl.int64) * WIDTH
-    tl.store(gradient + columns, total.to(tl.$adapter_dtype), mask=inside)
+    value = total.to(tl.$adapter_dtype)
+    #? accumulate [
+    # Rounded before it is added, as a sum of whole gradients is.
+    before = tl.load(gradient + columns, mask=inside, other=0.0).to($adapter_wide)
+    value = (before + value.to($adapter_wide)).to(tl.$adapter_dtype)
+    #]
+    tl.store(gradient + columns, value, mask=inside)
 
 
 @triton.jit
@@ -247,7 +261,9 @@ def sum_site(
     first, count = chunks_of(job, segments, jobs, CHUNK, JOBS)
     rank = row - tl.load(ranks + job)
     await_previous(OVERLAP)  #? overlap
-    if row < rows:
+    taken = row < rows  #? not accumulate
+    taken = (row < rows) & (count > 0)  #? accumulate
+    if taken:
         if strip < A_STRIPS:
             sum_row(da_parts, da, row, rank, first, count, width, strip, INNER)
         else:
@@ -302,14 +318,14 @@ def kernel(
 
 
 def launch(da_parts, db_parts, segments, ranks, slots, jobs, da, db):
-    """Fill da and db of $count.
+    """$fills of $count.
 
     da_parts   per site $part [C, W, $inner], chunks of $chunk tokens
     db_parts   per site $part [C, W, $outers]
     segments   int32 [jobs + 1]
     ranks      per site int32 [jobs + 1]
     slots      not read
-    da, db     per site [R, $inner], [R, $outers] in $adapter_dtype, contiguous, written whole
+    da, db     per site [R, $inner], [R, $outers] in $adapter_dtype, contiguous, $written
     """
     rows = max(gradient.shape[0] for gradient in da)
     if rows > 0:
@@ -443,6 +459,8 @@ class _SumGradients:
     A program takes one row of da or db and a strip of its columns, and adds the shares of its job's
     chunks from the first to the last. Rows of jobs without tokens, and rows behind the last job's,
     are zero; no share is read for them. The job's own chunks decide the sum, so neighbours do not.
+
+    With `accumulate` the sum is added to what is there, and rows without tokens stay as they are.
     """  # noqa: E501  (its first line is the first of generated files)
 
     def default_tile(self, spec: KernelSpec) -> Tile:
@@ -470,7 +488,7 @@ class _SumGradients:
                 **own,
             ),
             functions=["job_of", "chunks_of"],
-            body=fill(_GRADIENTS, common_values(spec) | {"strips": ends[-1]}),
+            body=fill(_GRADIENTS, common_values(spec) | written(spec) | {"strips": ends[-1]}),
         )
 
 

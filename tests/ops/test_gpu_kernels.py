@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.ops.adapted import Adapted, both
 from tests.ops.batches import batch, jobs_of, run, split
 from tests.ops.token_scale import token_scale
 from tlora_fx.codegen import loading
@@ -17,6 +18,7 @@ from tlora_fx.ops.kernels import (
     select,
     strict,
 )
+from tlora_fx.parallel.capturing import add_gradients
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,6 +115,28 @@ def test_other_sites_are_as_exact_as_pytorch(site, monkeypatch, other):
     """On the fused plan, with dropout."""
     with force_plan("fused"):
         assert_close(errors(site(**other), monkeypatch, max_rank=max(other.get("ranks", RANKS))))
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (100, 1, 0, 129, 140)], ids=["chunks", "whole"])
+@pytest.mark.parametrize("rates", [(0.0,) * 5, RATES], ids=["keep", "drop"])
+@pytest.mark.parametrize("adapter_dtype", [torch.float32, BF16], ids=["float32", "bfloat16"])
+def test_kernels_add_gradients_as_a_sum_behind_them_adds(
+    site, monkeypatch, adapter_dtype, rates, lengths
+):
+    """To the bit, eagerly and replayed; a job without tokens keeps what it has."""
+    made = site(lengths=lengths, rates=rates, adapter_dtype=adapter_dtype)
+    tables = made.arguments()[5:]
+    one, two = both(lambda: Adapted(made, tables=tables), monkeypatch)
+    assert all(map(torch.equal, one, two))
+
+    model = Adapted(made, tables=tables)
+    before = [model.a.grad.clone(), model.b.grad.clone()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add_gradients(model(), model, 10**9)
+    assert all(map(torch.equal, [model.a.grad, model.b.grad], before))
+    graph.replay()
+    assert all(map(torch.equal, [model.a.grad, model.b.grad], one))
 
 
 def test_conv1d_is_as_exact_as_pytorch(site, monkeypatch):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.loss import segments_of_chunks
 from tlora_fx.ops.kernels import refresh
+from tlora_fx.ops.kernels.added_gradients import adding, is_added
 
 
 def overwrite(own: PackedBatch, row: PackedBatch) -> None:
@@ -34,7 +36,8 @@ def add_gradients(losses: Tensor, model: nn.Module, kept: int) -> None:
     """Do `losses.sum().backward()`, with one sum over all parameters in place of one for each.
 
     Of a Llama layer's fourteen banks that would be as many kernels, each of a few microseconds.
-    What is summed stays until the end, in the place of activations that are gone by then.
+    What is summed stays until the end, in the place of activations that are gone by then. Where one
+    process trains, kernels of adapters add theirs themselves.
 
     losses   [J]; nothing is done where they depend on no parameter
     kept     bytes of those activations: larger gradients are added one by one
@@ -45,7 +48,34 @@ def add_gradients(losses: Tensor, model: nn.Module, kept: int) -> None:
     if not may_add_together(leaves, kept):
         losses.sum().backward()  # type: ignore[no-untyped-call]
         return
-    add_together(leaves, torch.autograd.grad(losses.sum(), leaves, allow_unused=True))
+    with adding_to(leaves, [leaf.grad for leaf in leaves]):
+        found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+    add_together(leaves, found)
+
+
+def throw_gradients_away(losses: Tensor, model: nn.Module) -> None:
+    """Start what `add_gradients` starts for these losses; the gradients that there are stay."""
+    if losses.requires_grad:
+        leaves = [leaf for leaf in model.parameters() if leaf.requires_grad]
+        with adding_to(leaves, [torch.empty_like(leaf) for leaf in leaves]):
+            torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+
+
+def adding_to(
+    leaves: Sequence[Tensor], targets: Sequence[Tensor | None]
+) -> AbstractContextManager[None]:
+    """Within it kernels of adapters add gradients of leaves to these, where they may.
+
+    Processes that train together sum gradients on the way to a leaf, and hooks change them there.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        return nullcontext()
+    pairs = zip(leaves, targets, strict=True)
+    return adding(
+        (leaf, target)
+        for leaf, target in pairs
+        if target is not None and not (_is_watched(leaf) or leaf._backward_hooks)
+    )
 
 
 def may_add_together(leaves: Sequence[Tensor], kept: int) -> bool:
@@ -56,7 +86,11 @@ def may_add_together(leaves: Sequence[Tensor], kept: int) -> bool:
 
 def add_together(leaves: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
     """Add to the gradients of leaves what was found, where anything was."""
-    pairs = [(leaf.grad, new) for leaf, new in zip(leaves, found, strict=True) if new is not None]
+    pairs = [
+        (leaf.grad, new)
+        for leaf, new in zip(leaves, found, strict=True)
+        if new is not None and not is_added(new)
+    ]
     if pairs:
         torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
 

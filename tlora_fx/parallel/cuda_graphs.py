@@ -49,6 +49,7 @@ from tlora_fx.parallel.capturing import (
     free_gpu_bytes,
     is_out_of_memory,
     overwrite,
+    throw_gradients_away,
 )
 from tlora_fx.parallel.peer_copies import SideStreams
 
@@ -548,9 +549,8 @@ class RowGraph(CapturedRow):
             self.kept = max(0, torch.cuda.memory_allocated(self.device) - before)
             if adds:
                 add_gradients(losses, self.model, self.kept)
-            elif losses.requires_grad:
-                leaves = [leaf for leaf in self.model.parameters() if leaf.requires_grad]
-                torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+            else:
+                throw_gradients_away(losses, self.model)
         self._tell(None if self.row.terms is None else self.row.terms.logprobs)
         return losses.detach(), self.kept
 

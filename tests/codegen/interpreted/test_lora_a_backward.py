@@ -134,15 +134,19 @@ def test_a_job_alone_has_the_bits_that_it_has_in_company(problem):
         assert torch.equal(summed(alone, *passed([alone])), together[rows])
 
 
-def whole(sites, chunk=CHUNK):
-    """da and db of each site, poisoned before; its shares of db are drawn."""
+def whole(sites, chunk=CHUNK, before=None):
+    """da and db of each site, poisoned before; its shares of db are drawn.
+
+    before   what each site's da and db are added to
+    """
     first = sites[0]
     beside = tuple(site.outer for site in sites[1:])
     fields = {**first.spec_fields, "bias": False, "dropout": any(any(s.rates) for s in sites)}
     tile = replace(SMALL, chunk=chunk)
     spec = KernelSpec(
-        "lora_a_backward", **fields, sites=len(sites), beside=beside, whole=True, tile=tile
-    )
+        "lora_a_backward", **fields, sites=len(sites), beside=beside, whole=True, tile=tile,
+        accumulate=before is not None,
+    )  # fmt: skip
     wide = torch.float64 if first.dtype == torch.float64 else torch.float32
     drawn = torch.Generator().manual_seed(1)
     shares = [
@@ -153,6 +157,8 @@ def whole(sites, chunk=CHUNK):
         [nans(*own.shape, dtype=own.dtype) for own in each]
         for each in ([site.a for site in sites], [site.b for site in sites])
     )
+    if before is not None:
+        da, db = ([own.clone() for own in each] for each in zip(*before, strict=True))
     load(spec).launch(
         first.x, [site.ds for site in sites], [site.bits for site in sites], first.segments,
         None, [site.thresholds for site in sites], first.jobs, [site.ranks for site in sites],
@@ -183,6 +189,31 @@ def test_gradients_of_jobs_of_one_chunk_leave_whole(problem, dtype, rate):
                 chunk += 1
         assert error(da, site.da64) < BOUNDS[dtype]
         assert torch.equal(db, expected)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_whole_gradients_are_added_as_a_sum_behind_them_adds_them(problem, rate):
+    """To the bits of PyTorch; rows of jobs without tokens and of nobody stay, NaN or not."""
+    ranks = ((4, 8, 16, 0, 3), (20, 3, 0, 1, 5))
+    sites = [
+        problem(
+            lengths=(1, 0, 32, 9, 2), ranks=own, rates=(rate, 0.0, rate, 0.0, rate), inner=44,
+            outer=outer, spare_rows=37, seed=seed,
+        )
+        for seed, (own, outer) in enumerate(zip(ranks, (48, 16), strict=True))
+    ]  # fmt: skip
+    sites[1].x, sites[1].site = sites[0].x, sites[0].site + 1
+    before = [[torch.randn_like(like) for like in (site.a, site.b)] for site in sites]
+    for own, (_, empty, *_) in zip(before, ranks, strict=True):
+        for gradient in own:
+            first = next(rank for rank in ranks if rank[1] == empty)[0]
+            gradient[first : first + empty] = gradient[-37:] = float("nan")
+    alone, added = whole(sites), whole(sites, before=before)
+
+    for own, one, two in zip(before, alone, added, strict=True):
+        for at in range(2):
+            expected = own[at] + one[at]
+            torch.testing.assert_close(two[at], expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_whole_gradient_has_the_bits_of_its_shares(problem):

@@ -95,12 +95,15 @@ def test_the_tail_of_dy_holds_each_job_at_its_ranks(problem):
     assert torch.equal(ds, summed_ds(site, parts))
 
 
-def summed_gradients(site, da_parts, db_parts):
-    """Da and db of a site, poisoned before."""
+def summed_gradients(site, da_parts, db_parts, before=None):
+    """Da and db of a site, poisoned before, or added to what is given."""
     fields = {**site.spec_fields, "dropout": False, "bias": False}
     tile = Tile(rows=4, columns=64, depth=0, warps=4, stages=1, chunk=CHUNK)
-    module = load(KernelSpec("sum_gradients", **fields, tile=tile))
+    adds = before is not None
+    module = load(KernelSpec("sum_gradients", **fields, accumulate=adds, tile=tile))
     da, db = (nans(*like.shape, dtype=like.dtype) for like in (site.a, site.b))
+    if adds:
+        da, db = (given.clone() for given in before)
     tables = site.segments, [site.ranks], [site.slots], site.jobs
     module.launch([da_parts], [db_parts], *tables, [da], [db])
     return da, db
@@ -152,6 +155,28 @@ def test_gradients_are_the_sums_of_their_chunks(problem, dtype, adapter_dtype):
     for rows in (slice(2, 5), slice(23, 25)):
         assert not found[0][rows].any()
         assert not found[1][rows].any()
+
+
+@pytest.mark.parametrize("adapter_dtype", [torch.float16, torch.float32, torch.float64])
+def test_gradients_are_added_as_a_sum_behind_them_adds_them(problem, adapter_dtype):
+    """To the bits of PyTorch; rows of jobs without tokens and of nobody stay, NaN or not."""
+    site = problem(
+        lengths=(1, 0, 300, 32, 33),
+        ranks=(2, 3, 17, 0, 1),
+        inner=72,
+        outer=24,
+        dtype=torch.float32,
+        adapter_dtype=adapter_dtype,
+        spare_rows=2,
+    )
+    parts = [shares_of_gradients(site, columns)[0] for columns in (72, 24)]
+    before = [torch.randn(like.shape).to(like.dtype) for like in (site.a, site.b)]
+    for own in before:
+        own[2:5] = own[23:] = float("nan")
+    found = summed_gradients(site, *parts, before=before)
+
+    for one, own, alone in zip(found, before, summed_gradients(site, *parts), strict=True):
+        torch.testing.assert_close(one, own + alone, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_jobs_sum_does_not_depend_on_where_it_stands(problem):

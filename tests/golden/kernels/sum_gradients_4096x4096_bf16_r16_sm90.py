@@ -6,7 +6,7 @@
 # generator  1
 # again      tlora-fx kernels show sum_gradients --in 4096 --out 4096 --tile 4,1024,0,4,1,512,0
 #
-# sha256 of what follows: 8b3dd81e157af813259eb873b50aa2796dfaacf6b526ba264bf5702bf099b3b5
+# sha256 of what follows: ce9a175445c57658866d7070280c3bcdf9922d64931ff8454cad34b1e76caff5
 
 import triton
 import triton.language as tl
@@ -61,7 +61,8 @@ def sum_row(parts, gradient, row, rank, first, count, width, strip, WIDTH: tl.co
         batch = parts + (done + chunks).to(tl.int64)[:, None] * chunk_size + columns[None, :]
         total += tl.sum(tl.load(batch, mask=here, other=0.0), axis=0)
     gradient += row.to(tl.int64) * WIDTH
-    tl.store(gradient + columns, total.to(tl.float32), mask=inside)
+    value = total.to(tl.float32)
+    tl.store(gradient + columns, value, mask=inside)
 
 
 @triton.jit
@@ -84,7 +85,8 @@ def sum_site(
     first, count = chunks_of(job, segments, jobs, CHUNK, JOBS)
     rank = row - tl.load(ranks + job)
     await_previous(OVERLAP)
-    if row < rows:
+    taken = row < rows
+    if taken:
         if strip < A_STRIPS:
             sum_row(da_parts, da, row, rank, first, count, width, strip, INNER)
         else:

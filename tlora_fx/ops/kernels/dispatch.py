@@ -27,6 +27,7 @@ from torch import Tensor
 
 from tlora_fx.codegen.spec import MAX_SITES
 from tlora_fx.ops.kernels import select
+from tlora_fx.ops.kernels.added_gradients import targets_of, zeros_for
 from tlora_fx.ops.kernels.launch import Gate, KernelCall
 from tlora_fx.ops.kernels.packed import ExtendedWeight, Packed, extended_weight_of, stored_form
 from tlora_fx.ops.kernels.select import Choice, Plan
@@ -424,18 +425,20 @@ def _together(call: KernelCall, plans: list[Plan]) -> list[list[int]]:
 def adapter_gradients(
     x: Tensor, group: SiteGroup, bits: list[Tensor], ds: list[Tensor], db_parts: list[Tensor]
 ) -> list[Tensor]:
-    """da of each site, then db."""
+    """da of each site, then db; zeros where they were added to what there is."""
     kernels = KernelGroup.of(x, group)
     rows = plain(x)
     tokens = len(rows)
     call = KernelCall.open(kernels, group, tokens, x.device)
-    da = [call.empty(*a.shape, dtype=a.dtype) for a in group.a]
-    db = [call.empty(*b.shape, dtype=b.dtype) for b in group.b]
+    leaves = [*group.a, *group.b]
+    targets = targets_of(leaves)
+    found = targets or [call.empty(*leaf.shape, dtype=leaf.dtype) for leaf in leaves]
     if not tokens or call.is_vacant:
-        return [gradient.zero_() for gradient in (*da, *db)]
+        return [zeros_for(target) for target in targets or ()] or [each.zero_() for each in found]
+    da, db = found[: len(group.a)], found[len(group.a) :]
     with call.on_device():
-        call.serve(_adapter_gradients, rows, bits, ds, db_parts, da, db)
-    return [*da, *db]
+        call.serve(_adapter_gradients, rows, bits, ds, db_parts, da, db, targets is not None)
+    return found if targets is None else [zeros_for(target) for target in targets]
 
 
 def _adapter_gradients(
@@ -446,9 +449,10 @@ def _adapter_gradients(
     db_parts: list[Tensor],
     da: list[Tensor],
     db: list[Tensor],
+    adds: bool,
 ) -> None:
     if call.is_short:
-        call.whole_gradients(rows, ds, bits, db_parts, da, db)
+        call.whole_gradients(rows, ds, bits, db_parts, da, db, adds)
         return
     total = torch.promote_types(torch.float32, rows.dtype)
     parts = [
@@ -456,7 +460,7 @@ def _adapter_gradients(
         for site in call.kernel_group.sites
     ]
     call.lora_a_backward(rows, ds, bits, parts)
-    call.sum_gradients(parts, db_parts, da, db)
+    call.sum_gradients(parts, db_parts, da, db, adds)
 
 
 def has_tail_columns(whole: Tensor, tail_columns: int, columns: int) -> bool:

@@ -516,12 +516,18 @@ class KernelCall:
 
     def whole_gradients(
         self, rows: Tensor, ds: Sequence[Tensor], bits: Sequence[Tensor],
-        db_parts: Sequence[Tensor], da: Sequence[Tensor], db: Sequence[Tensor],
+        db_parts: Sequence[Tensor], da: Sequence[Tensor], db: Sequence[Tensor], adds: bool,
     ) -> None:  # fmt: skip
-        """dA and dB of all sites of a short row: `lora_a_backward` and `sum_gradients` in one."""
+        """dA and dB of all sites of a short row: `lora_a_backward` and `sum_gradients` in one.
+
+        adds   they are added to what is there
+        """
         for indices in self.together():
             first = self.kernel_group.sites[indices[0]]
-            fields = {"dropout": first.drops, "adapter_dtype": first.adapter_dtype, "whole": True}
+            fields = {
+                "dropout": first.drops, "adapter_dtype": first.adapter_dtype, "whole": True,
+                "accumulate": adds,
+            }  # fmt: skip
             tile = self.tile("lora_a_backward", first, len(indices))
             kernel("lora_a_backward", first, tile, **fields, **self.beside(indices))(
                 rows,
@@ -539,15 +545,19 @@ class KernelCall:
 
     def sum_gradients(
         self, da_parts: Sequence[Tensor], db_parts: Sequence[Tensor], da: Sequence[Tensor],
-        db: Sequence[Tensor],
+        db: Sequence[Tensor], adds: bool,
     ) -> None:  # fmt: skip
-        """dA and dB of all sites from their parts, in the order of chunks."""
+        """dA and dB of all sites from their parts, in the order of chunks.
+
+        adds   they are added to what is there
+        """
         sites = self.kernel_group.sites
         for indices in self.alike(
             range(len(da)), lambda index: rule_of("sum_gradients", sites[index])
         ):
             first, tables = sites[indices[0]], [self.tables[index] for index in indices]
-            fields = {"adapter_dtype": first.adapter_dtype} | self.beside(indices)
+            fields = {"adapter_dtype": first.adapter_dtype, "accumulate": adds}
+            fields |= self.beside(indices)
             kernel("sum_gradients", first, rule_of("sum_gradients", first), **fields)(
                 [da_parts[index] for index in indices],
                 [db_parts[index] for index in indices],
