@@ -351,11 +351,19 @@ def _plan(spec: KernelSpec, site: Site, tokens: int, gpu: str) -> Iterator[str]:
     yield f"plan  {choice.plan}, by {'the rule' if choice.source == 'rule' else choice.source}"
     with_extended = select.able_plans(direction, site, extended=True)
     without = select.able_plans(direction, site, extended=False)
+    measured = select.plan_times(gpu, direction, site, select.bucket(tokens))
+    counted = select.measured_costs(measured, direction, site, tokens, without)
     for plan, seconds in select.estimates(direction, site, tokens).items():
         bar = "" if plan in without else ", where weight and input are extended; not here"
         if plan not in with_extended:
             bar = ", but not with dropout"
-        yield f"      {plan:<8} estimated at {seconds * 1e6:,.0f} µs with the frozen product{bar}"
+        told, found = f"estimated at {seconds * 1e6:,.0f} µs", measured.get(plan)
+        if found is not None:
+            told = f"measured at {found.microseconds:,.0f} µs"
+        cost = counted.get(plan)
+        if found is not None and cost is not None and cost != found.microseconds:
+            bar = f", taken for {cost:,.0f} µs in a round{bar}"
+        yield f"      {plan:<8} {told} with the frozen product{bar}"
 
 
 def _tile_table(spec: KernelSpec) -> Table:

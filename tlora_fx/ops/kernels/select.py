@@ -50,8 +50,10 @@ _FUSED_WIDE = 20.0  # float32 is multiplied exactly, without tensor cores
 # In whole rounds our GEMM takes so much more over cuBLAS than tables say, which time one product
 # after itself. Of an H200, 4,800 tokens: tables have the forward of gate and up 8 % ahead, and a
 # round took 269.8 ms with it, 267.0 in another process without; a round with masks took 278.3 ms
-# with dX by it, 275.9 in the same process by cuBLAS.
+# with dX by it, 275.9 in the same process by cuBLAS. Of ranks above 32 (3,072 columns) a round took
+# 139.3 ms with dX of o and down by it, 137.4 in the same process by cuBLAS.
 _IN_ROUNDS = 1.1
+_SMALL_RANK_BLOCK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,22 +205,39 @@ def _chosen(
     sharing: int,
 ) -> Choice:
     times = plan_times(gpu, direction, site, tokens)
-    known = [plan for plan in able if plan in times]
-    if known:
-        costs = {plan: times[plan].microseconds for plan in known}
-        if "sidecar" in costs and direction == "input_gradient":
-            # What was measured is one site alone; of several each pays for its part of a write.
-            saved = 1e6 * _write_seconds(direction, site, tokens) * (1 - 1 / sharing)
-            costs["sidecar"] -= saved
-        # Rounds could use concat-K, or masks in dX; elsewhere tables count as they are.
-        masked = direction == "input_gradient" and site.drops
-        if "fused" in costs and ("concat" in costs or masked):
-            costs["fused"] *= _IN_ROUNDS
-        plan = min(known, key=lambda candidate: costs[candidate])
+    costs = measured_costs(times, direction, site, tokens, able, sharing)
+    if costs:
+        plan = min(costs, key=lambda candidate: costs[candidate])
         return Choice(plan, times[plan].tile, times[plan].source)
     _say(gpu, direction, site.inner, site.outer)
     expected = estimates(direction, site, tokens, sharing)
     return Choice(min(able, key=lambda candidate: expected[candidate]))
+
+
+def measured_costs(
+    times: Mapping[str, Measured],
+    direction: Direction,
+    site: Site,
+    tokens: int,
+    able: tuple[Plan, ...],
+    sharing: int = 1,
+) -> dict[Plan, float]:
+    """Microseconds that plans which were measured are reckoned to take in a round.
+
+    times   of one site alone, one plan after itself; see `plan_times`
+    able    plans that can serve
+    """
+    costs = {plan: times[plan].microseconds for plan in able if plan in times}
+    if "sidecar" in costs and direction == "input_gradient":
+        # Several sites pay for a part of one write each.
+        costs["sidecar"] -= 1e6 * _write_seconds(direction, site, tokens) * (1 - 1 / sharing)
+    # Rounds could use concat-K, or had masks in dX or larger ranks; elsewhere tables count as they
+    # are.
+    masked = direction == "input_gradient" and site.drops
+    larger = site.rank_block > _SMALL_RANK_BLOCK
+    if "fused" in costs and ("concat" in costs or masked or larger):
+        costs["fused"] *= _IN_ROUNDS
+    return costs
 
 
 def _write_seconds(direction: Direction, site: Site, tokens: int) -> float:
