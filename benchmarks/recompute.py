@@ -35,7 +35,7 @@ from torch import Tensor
 from benchmarks.arguments import parser_of
 from benchmarks.interleaved import Spread, ratios, turns
 from benchmarks.results_file import bare_table, console, described, write
-from benchmarks.step import AT_ONCE, GIB, WARM_UP, shape_of
+from benchmarks.step import GIB, MIN_AT_ONCE, WARM_UP, shape_of
 from benchmarks.step_arms import ROUNDING_BOUND, Made, Ours, apart_of, stirred
 from benchmarks.step_mixes import RANKS, Mix
 
@@ -106,7 +106,7 @@ class Bench:
     def run(self, rounds: int) -> None:
         """Time all arms in turns."""
         for _, name in turns(self.arms, rounds):
-            self.found[name].steps.append(self.arms[name].step(AT_ONCE))
+            self.found[name].steps.append(self.arms[name].step(MIN_AT_ONCE))
 
     def _peak(self, arm: Ours) -> int:
         if self.made.device != "cuda":

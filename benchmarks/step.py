@@ -14,7 +14,8 @@ against float32.
 
 `ours-dora` and `ours-dropout` are `ours-compiled` whose jobs have DoRA, or drop 5 % of what their
 adapters read; `ours-apart` is it with gate and up in buffers of their own, `ours-ungated` with
-gated activations in kernels of their own, `ours-without-flash4` as where FlashAttention-4 is not
+gated activations in kernels of their own, `ours-summed` with gradients that are added behind the
+backward instead of by kernels, `ours-without-flash4` as where FlashAttention-4 is not
 installed.
 
 `--base` takes another shape: `llama-3b` Llama-3.2-3B's, `qwen2.5-7b` and `qwen3-8b` theirs,
@@ -60,13 +61,15 @@ PROFILED = (
     "ours-dora",
     "ours-dropout",
     "ours-float8-copy",
+    "ours-summed",
     "ours-ungated",
     "ours-without-flash4",
     "stacked-graph",
 )
 WARM_UP = 3
-#: Steps of an arm in a round, with no wait between them, as training has none.
-AT_ONCE = 3
+#: Steps of an arm in a round, with no wait between them, as training has none: as many as take so
+#: many seconds, within limits. The first of them alone waits for the host.
+SECONDS_AT_ONCE, MIN_AT_ONCE, MAX_AT_ONCE = 1.5, 3, 10
 GIB = 2**30
 KEPT_KERNELS = 60
 
@@ -76,10 +79,12 @@ class Found:
     """What is known of one arm on one mix.
 
     steps   seconds of one step, an entry a round
+    at_once how many steps of a round follow each other
     peak    bytes that forward and backward take above what all arms hold between steps
     """
 
     steps: list[float] = field(default_factory=list)
+    at_once: int = MIN_AT_ONCE
     peak: int = 0
     classes: dict[str, float] = field(default_factory=dict)
     kernels: list[dict[str, Any]] = field(default_factory=list)
@@ -115,12 +120,13 @@ class Bench:
         for name in list(self.arms):
             self._try(name, lambda name=name: self._prepare(name, mix, found[name]))
         for _, name in turns(self.arms, rounds):
-            self._try(
-                name, lambda name=name: found[name].steps.append(self.arms[name].step(AT_ONCE))
-            )
+            self._try(name, lambda name=name: self._time(name, found[name]))
         for name in [name for name in profile if name in self.arms]:
             self._try(name, lambda name=name: self._profile(name, found[name]))
         return {name: one for name, one in found.items() if name in self.arms}
+
+    def _time(self, name: str, found: Found) -> None:
+        found.steps.append(self.arms[name].step(found.at_once))
 
     def _try(self, name: str, run: Any) -> None:
         try:
@@ -148,7 +154,8 @@ class Bench:
         found.peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
         apart = require_gradients(arm)
         for _ in range(WARM_UP):
-            arm.step()
+            step = arm.step()
+        found.at_once = at_once(step)
         seconds = time.perf_counter() - started
         compared = "eager" if apart is None else f"gradients {apart:.3g} off"
         told = f"{compared}, warm after {seconds:.1f} s"
@@ -163,6 +170,11 @@ class Bench:
         found.classes = classes(kernels, shape.vocabulary, shape.ranks, wall)
         found.busy_ms = busy(kernels) / 1e3
         found.kernels = table(kernels, 1)[:KEPT_KERNELS]
+
+
+def at_once(step: float) -> int:
+    """How many steps of so many seconds follow each other in a round."""
+    return max(MIN_AT_ONCE, min(MAX_AT_ONCE, round(SECONDS_AT_ONCE / step)))
 
 
 def _forget(device: str) -> None:
@@ -183,6 +195,7 @@ def _arm_json(mix: Mix, shape: Shape, found: Found) -> dict[str, Any]:
     spread = Spread.of(found.totals)
     made: dict[str, Any] = {
         "milliseconds": asdict(spread),
+        "steps_at_once": found.at_once,
         "frozen_tflops": _tflops(mix, shape, spread.median),
         "tokens_per_second": round(mix.tokens / spread.median * 1e3),
         "peak_gib_above_rest": round(found.peak / GIB, 2),

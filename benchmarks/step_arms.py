@@ -23,7 +23,7 @@ from benchmarks.step_packed import ATTENTION, RATE, Packed, llama, stack_adapter
 from tlora_fx.compiler import resolve_pipeline
 from tlora_fx.model import source
 from tlora_fx.ops.float8 import BACKWARDS
-from tlora_fx.ops.kernels import flash_attention_4, packed
+from tlora_fx.ops.kernels import dispatch, flash_attention_4, packed
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.launching.interrupts import Interrupts
 
@@ -463,6 +463,13 @@ def _activation_apart(made: Made) -> Ours:
         return _compiled(made, "ours-ungated")
 
 
+def _gradients_summed(made: Made) -> Ours:
+    def none() -> AbstractContextManager[object]:
+        return mock.patch.object(dispatch, "targets_of", return_value=None)
+
+    return _compiled(made, "ours-summed", within=none)
+
+
 def _without_flash_attention_4(made: Made) -> Ours:
     def absent() -> AbstractContextManager[object]:
         return mock.patch.object(flash_attention_4, "is_installed", return_value=False)
@@ -479,6 +486,7 @@ ARMS: dict[str, Callable[[Made], Arm]] = {
     "ours-compiled": partial(_compiled, name="ours-compiled"),
     "ours-apart": _gate_and_up_apart,
     "ours-ungated": _activation_apart,
+    "ours-summed": _gradients_summed,
     "ours-without-flash4": _without_flash_attention_4,
     "ours-dora": partial(_compiled, name="ours-dora", use_dora=True),
     "ours-dropout": partial(_compiled, name="ours-dropout", lora_dropout=0.05),
