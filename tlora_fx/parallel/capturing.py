@@ -55,10 +55,21 @@ def add_gradients(losses: Tensor, model: nn.Module, kept: int) -> None:
 
 def throw_gradients_away(losses: Tensor, model: nn.Module) -> None:
     """Start what `add_gradients` starts for these losses; the gradients that there are stay."""
-    if losses.requires_grad:
-        leaves = [leaf for leaf in model.parameters() if leaf.requires_grad]
-        with adding_to(leaves, [torch.empty_like(leaf) for leaf in leaves]):
-            torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+    if not losses.requires_grad:
+        return
+    leaves = [leaf for leaf in model.parameters() if leaf.requires_grad]
+    # Whatever stands there in the end: one place for all, for activations need the rest of memory.
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+    for leaf in leaves:
+        kind = leaf.device, leaf.dtype
+        sizes[kind] = max(sizes.get(kind, 0), leaf.numel())
+    places = {
+        (device, dtype): torch.empty(size, dtype=dtype, device=device)
+        for (device, dtype), size in sizes.items()
+    }
+    targets = [places[leaf.device, leaf.dtype][: leaf.numel()].view(leaf.shape) for leaf in leaves]
+    with adding_to(leaves, targets):
+        torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
 
 
 def adding_to(
