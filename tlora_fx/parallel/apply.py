@@ -25,10 +25,11 @@ from tlora_fx.ir.storage import LocalShard
 from tlora_fx.model.batch import PackedBatch, size_of
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import use_group
+from tlora_fx.ops.kernels.added_gradients import adding
 from tlora_fx.ops.kernels.packed import as_compiled
 from tlora_fx.ops.kernels.select import cut_by_jobs, is_strict
 from tlora_fx.ops.parallel import GROUP
-from tlora_fx.parallel.capturing import add_gradients, adding_to
+from tlora_fx.parallel.capturing import add_gradients, added_by_kernels
 from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.fsdp import Sharded, gathered_bytes, shard_base, shard_layer
 from tlora_fx.parallel.mesh import Mesh, open_mesh
@@ -408,7 +409,7 @@ def start_nothing(model: SuperModel, row: PackedBatch, weights: Tensor) -> None:
         others = {id(leaf) for layer in idle for leaf in layer.parameters()}
         leaves = [x for x in model.parameters() if x.requires_grad and id(x) not in others]
         if losses.requires_grad and sum(leaf.nbytes for leaf in leaves) <= kept:
-            with adding_to(leaves, [leaf.grad for leaf in leaves]):
+            with adding(added_by_kernels(model)):
                 torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tlora_fx.ir.graph import GroupGraph
+from tlora_fx.ir.reads import parameter_reads
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.loss import segments_of_chunks
+from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.kernels import refresh
-from tlora_fx.ops.kernels.added_gradients import adding, is_added
+from tlora_fx.ops.kernels.added_gradients import adding, is_added, thrown_away
 
 
 def overwrite(own: PackedBatch, row: PackedBatch) -> None:
@@ -36,8 +41,8 @@ def add_gradients(losses: Tensor, model: nn.Module, kept: int) -> None:
     """Do `losses.sum().backward()`, with one sum over all parameters in place of one for each.
 
     Of a Llama layer's fourteen banks that would be as many kernels, each of a few microseconds.
-    What is summed stays until the end, in the place of activations that are gone by then. Where one
-    process trains, kernels of adapters add theirs themselves.
+    What is summed stays until the end, in the place of activations that are gone by then. Kernels
+    of adapters add theirs themselves, where they may.
 
     losses   [J]; nothing is done where they depend on no parameter
     kept     bytes of those activations: larger gradients are added one by one
@@ -48,45 +53,60 @@ def add_gradients(losses: Tensor, model: nn.Module, kept: int) -> None:
     if not may_add_together(leaves, kept):
         losses.sum().backward()  # type: ignore[no-untyped-call]
         return
-    with adding_to(leaves, [leaf.grad for leaf in leaves]):
+    with adding(added_by_kernels(model)):
         found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
     add_together(leaves, found)
 
 
-def throw_gradients_away(losses: Tensor, model: nn.Module) -> None:
+def throw_gradients_away(losses: Tensor, model: nn.Module, kept: int) -> None:
     """Start what `add_gradients` starts for these losses; the gradients that there are stay."""
     if not losses.requires_grad:
         return
     leaves = [leaf for leaf in model.parameters() if leaf.requires_grad]
-    # Whatever stands there in the end: one place for all, for activations need the rest of memory.
-    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
-    for leaf in leaves:
-        kind = leaf.device, leaf.dtype
-        sizes[kind] = max(sizes.get(kind, 0), leaf.numel())
-    places = {
-        (device, dtype): torch.empty(size, dtype=dtype, device=device)
-        for (device, dtype), size in sizes.items()
-    }
-    targets = [places[leaf.device, leaf.dtype][: leaf.numel()].view(leaf.shape) for leaf in leaves]
-    with adding_to(leaves, targets):
+    pairs = added_by_kernels(model) if may_add_together(leaves, kept) else []
+    with adding(thrown_away([leaf for leaf, _ in pairs])):
         torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
 
 
-def adding_to(
-    leaves: Sequence[Tensor], targets: Sequence[Tensor | None]
-) -> AbstractContextManager[None]:
-    """Within it kernels of adapters add gradients of leaves to these, where they may.
+def added_by_kernels(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Parameters whose gradients kernels of adapters may add, and what they add them to.
 
-    Processes that train together sum gradients on the way to a leaf, and hooks change them there.
+    Processes that train together sum gradients on the way to a parameter, and hooks change them
+    there. Of a parameter that is read twice autograd, or a compiler, sums both gradients.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
-        return nullcontext()
-    pairs = zip(leaves, targets, strict=True)
-    return adding(
-        (leaf, target)
-        for leaf, target in pairs
-        if target is not None and not (_is_watched(leaf) or leaf._backward_hooks)
-    )
+        return []
+    return [
+        (leaf, leaf.grad)
+        for leaf in adapters_read_once(model)
+        if leaf.grad is not None and not (_is_watched(leaf) or leaf._backward_hooks)
+    ]
+
+
+# By a model's graph: the paths of its sites whose adapters are read once.
+_once: WeakKeyDictionary[nn.Module, tuple[GroupGraph, frozenset[str]]] = WeakKeyDictionary()
+
+
+def adapters_read_once(model: nn.Module) -> list[nn.Parameter]:
+    """A and B of the sites of a Shared Super-Model that one operator reads, once in a row."""
+    if not isinstance(model, SuperModel):
+        return []
+    group, paths = _once.get(model, (None, frozenset[str]()))
+    if group is not model.group:
+        reads: Counter[int] = Counter()
+        for name, count in parameter_reads(model.group).items():
+            path, _, side = name.rpartition(".lora.")
+            if side in ("a", "b") and path in model.banks:
+                # A module may stand at several paths.
+                reads[id(getattr(model.banks[path], side))] += count
+        paths = frozenset(
+            path
+            for path, bank in model.banks.items()
+            if reads[id(bank.a)] == reads[id(bank.b)] == 1
+        )
+        _once[model] = model.group, paths
+    banks = [model.banks[path] for path in model.banks if path in paths]
+    return [leaf for bank in banks for leaf in (bank.a, bank.b) if leaf.requires_grad]
 
 
 def may_add_together(leaves: Sequence[Tensor], kept: int) -> bool:

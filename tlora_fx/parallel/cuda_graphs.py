@@ -550,7 +550,7 @@ class RowGraph(CapturedRow):
             if adds:
                 add_gradients(losses, self.model, self.kept)
             else:
-                throw_gradients_away(losses, self.model)
+                throw_gradients_away(losses, self.model, self.kept)
         self._tell(None if self.row.terms is None else self.row.terms.logprobs)
         return losses.detach(), self.kept
 

@@ -283,6 +283,8 @@ class Trainer:
     def gradients(self, batches: Mapping[int, MicroBatches]) -> dict[int, float]:
         """One forward and backward of all rows of a round; gradients add up in the parameters.
 
+        A row that fails may have added some of its gradients.
+
         batches   by job index
         returns   each job's mean loss over its targets of the whole optimizer step
         """

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlora_fx.codegen.ahead import ahead
 from tlora_fx.codegen.spec import MAX_SITES
 from tlora_fx.ops.kernels import select
 from tlora_fx.ops.kernels.added_gradients import targets_of, zeros_for
@@ -432,13 +433,32 @@ def adapter_gradients(
     call = KernelCall.open(kernels, group, tokens, x.device)
     leaves = [*group.a, *group.b]
     targets = targets_of(leaves)
-    found = targets or [call.empty(*leaf.shape, dtype=leaf.dtype) for leaf in leaves]
-    if not tokens or call.is_vacant:
-        return [zeros_for(target) for target in targets or ()] or [each.zero_() for each in found]
-    da, db = found[: len(group.a)], found[len(group.a) :]
+    if targets is None:
+        found = [call.empty(*leaf.shape, dtype=leaf.dtype) for leaf in leaves]
+        if not tokens or call.is_vacant:
+            return [each.zero_() for each in found]
+        _start(call, rows, bits, ds, db_parts, found, adds=False)
+        return found
+    if tokens and not call.is_vacant:
+        # Whether gradients are added follows from a row's memory: all kernels are asked for.
+        for adds in (True, False) if ahead.is_on else (True,):
+            _start(call, rows, bits, ds, db_parts, targets, adds=adds)
+    return [zeros_for(target) for target in targets]
+
+
+def _start(
+    call: KernelCall,
+    rows: Tensor,
+    bits: list[Tensor],
+    ds: list[Tensor],
+    db_parts: list[Tensor],
+    found: list[Tensor],
+    *,
+    adds: bool,
+) -> None:
+    da, db = found[: len(ds)], found[len(ds) :]
     with call.on_device():
-        call.serve(_adapter_gradients, rows, bits, ds, db_parts, da, db, targets is not None)
-    return found if targets is None else [zeros_for(target) for target in targets]
+        call.serve(_adapter_gradients, rows, bits, ds, db_parts, da, db, adds)
 
 
 def _adapter_gradients(
