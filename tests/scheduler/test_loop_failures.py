@@ -141,4 +141,4 @@ def test_a_job_taken_up_again_keeps_its_credit():
     made.loop.submit(request("a"), steps_done=50.0, credit=12.0)
 
     assert made.loop.active["a"].credit == 12.0
-    assert made.loop.credits.ledger.balance("a") == 12.0
+    assert made.loop.credits.balance("a") == 12.0

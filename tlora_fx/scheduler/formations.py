@@ -425,46 +425,64 @@ class Formations:
         return True
 
 
-@dataclass(slots=True)
-class CreditLedger:
-    """Balances in GPU-seconds: positive has given, negative has taken; `closed` of ended jobs."""
+class Credits:
+    """Settles the credit of running jobs, as a balance each: positive has given, negative taken.
 
-    closed: float = 0.0
-    _balances: dict[str, float] = field(default_factory=dict)
+    A group is settled before each decision and whenever its jobs change, if one of its jobs
+    consents to lend or has a balance. Groups that break a bound without consent, as some baselines'
+    do, are not: what they take is not lent.
+
+    switch_seconds   from a launch, in which nobody gives anything, where a start is not told
+    used             whether any job came that lends, or that has given
+    """
+
+    def __init__(self, switch_seconds: float) -> None:
+        self.switch_seconds = switch_seconds
+        self.used = False
+        self._balances: dict[str, float] = {}
 
     def balance(self, job: str) -> float:
-        """Balance of one job."""
+        """Balance of one job, in GPU-seconds."""
         return self._balances.get(job, 0.0)
 
-    def settle(self, jobs: Sequence[ActiveJob], step_seconds: float, seconds: float) -> None:
-        """Write down what a group's jobs gave and took, and put it into their `credit`.
+    def open(self, job: ActiveJob) -> None:
+        """A job comes; it may have given before."""
+        self.used = self.used or self._concerns(job)
+        if job.credit:
+            self._add(job.name, job.credit)
+
+    def close(self, name: str) -> None:
+        """Close the account of a job that has ended."""
+        self._balances.pop(name, None)
+
+    def settle(self, formation: Formation, now: float) -> None:
+        """Write down what a formation's jobs gave and took since it was settled last."""
+        if not self.used:
+            return
+        begin = (
+            formation.time + self.switch_seconds if formation.started is None else formation.started
+        )
+        since, formation.settled = max(formation.settled, begin), now
+        if len(formation.jobs) < 2 or now <= since:
+            return
+        jobs = list(formation.jobs.values())
+        if any(self._concerns(job) for job in jobs):
+            seconds = formation.group.seconds
+            if seconds > 0 and not broken(jobs, seconds, now):
+                self.share(jobs, seconds, now - since)
+
+    def share(self, jobs: Sequence[ActiveJob], step_seconds: float, seconds: float) -> None:
+        """Write down what two or more jobs of a group gave and took, also in their `credit`.
 
         seconds        for which it ran, switching not counted
         raises         CreditRefused
         """
-        if len(jobs) < 2 or seconds <= 0:
-            return
         given = {job.name: _given(job, step_seconds) * seconds for job in jobs}
         if any(given.values()):
             self._charge(jobs, given)
         self._repay(jobs, step_seconds, seconds)
         for job in jobs:
             job.credit = self.balance(job.name)
-
-    def open(self, job: str, balance: float) -> None:
-        """A job that has given or taken before comes back; `closed` stands against it."""
-        self._add(job, balance)
-        self.closed -= balance
-
-    def close(self, job: str) -> float:
-        """A job ended; its balance, which stays in `closed`."""
-        balance = self._balances.pop(job, 0.0)
-        self.closed += balance
-        return balance
-
-    def total(self) -> float:
-        """Sum of all balances, ended jobs' included: zero but for rounding."""
-        return self.closed + sum(self._balances.values())
 
     def _charge(self, jobs: Sequence[ActiveJob], given: Mapping[str, float]) -> None:
         """Each neighbour of a lender takes its share of what the lender gave."""
@@ -497,6 +515,10 @@ class CreditLedger:
     def _add(self, job: str, amount: float) -> None:
         self._balances[job] = self.balance(job) + amount
 
+    def _concerns(self, job: ActiveJob) -> bool:
+        request = job.request
+        return request.max_slowdown_opt_in > request.max_slowdown or job.credit != 0.0
+
 
 def _given(job: ActiveJob, step_seconds: float) -> float:
     """GPU-seconds a second that a job gives up past its bound."""
@@ -513,51 +535,3 @@ def _given(job: ActiveJob, step_seconds: float) -> float:
             found=f"{slowdown:.4g} times",
         )
     return request.gpus * (1 - request.max_slowdown / slowdown)
-
-
-class Credits:
-    """Settles the credit of running jobs.
-
-    A group is settled before each decision and whenever its jobs change, if one of its jobs
-    consents to lend or has a balance. Groups that break a bound without consent, as some baselines'
-    do, are not: what they take is not lent.
-
-    switch_seconds   from a launch, in which nobody gives anything, where a start is not told
-    used             whether any job came that lends, or that has given
-    """
-
-    def __init__(self, switch_seconds: float) -> None:
-        self.ledger = CreditLedger()
-        self.switch_seconds = switch_seconds
-        self.used = False
-
-    def open(self, job: ActiveJob) -> None:
-        """A job comes; it may have given before."""
-        self.used = self.used or self._concerns(job)
-        if job.credit:
-            self.ledger.open(job.name, job.credit)
-
-    def close(self, name: str) -> None:
-        """Close the account of a job that has ended."""
-        if self.ledger.balance(name):
-            self.ledger.close(name)
-
-    def settle(self, formation: Formation, now: float) -> None:
-        """Write down what a formation's jobs gave and took since it was settled last."""
-        if not self.used:
-            return
-        begin = (
-            formation.time + self.switch_seconds if formation.started is None else formation.started
-        )
-        since, formation.settled = max(formation.settled, begin), now
-        if len(formation.jobs) < 2 or now <= since:
-            return
-        jobs = list(formation.jobs.values())
-        if any(self._concerns(job) for job in jobs):
-            seconds = formation.group.seconds
-            if seconds > 0 and not broken(jobs, seconds, now):
-                self.ledger.settle(jobs, seconds, now - since)
-
-    def _concerns(self, job: ActiveJob) -> bool:
-        request = job.request
-        return request.max_slowdown_opt_in > request.max_slowdown or job.credit != 0.0
