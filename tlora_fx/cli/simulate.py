@@ -86,30 +86,6 @@ class OutputOptions:
     )
 
 
-@dataclass(frozen=True)
-class SimulateOptions:
-    """All options of the command."""
-
-    source: JobSource
-    choices: Choices
-    cluster: ClusterOptions
-    replay: ReplayOptions
-    sweep: SweepOptions
-    output: OutputOptions
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> SimulateOptions:
-        """Options from a mapping by the names of all of them; raises ReplayChoiceWrong."""
-        return cls(
-            checked(JobSource, values),
-            checked(Choices, values),
-            checked(ClusterOptions, values),
-            checked(ReplayOptions, values),
-            checked(SweepOptions, values),
-            checked(OutputOptions, values),
-        )
-
-
 @with_options(
     JobSource, Choices, ClusterOptions, ReplayOptions, SweepOptions, OutputOptions,
     names={
@@ -127,11 +103,9 @@ def run(**values: Any) -> None:
     each of these options. With -o it also writes a report: an HTML page, and a CSV file for each
     figure.
     """
-    options = SimulateOptions.of(values)
-    output = options.output
+    base, output = scenario_of(values), checked(OutputOptions, values)
     console = Console(highlight=False, soft_wrap=True)
-    base = scenario_of(options)
-    plan = plan_for(base, options.sweep, recorded=output.output is not None)
+    plan = plan_for(base, checked(SweepOptions, values), recorded=output.output is not None)
     require_ready(plan)
     if output.output is not None:
         require_folder(output.output)
@@ -158,15 +132,15 @@ def _say(console: Console, lines: Iterable[str]) -> None:
             console.print(part, markup=False)
 
 
-def scenario_of(options: SimulateOptions) -> Scenario:
-    """Scenario that all replays share."""
+def scenario_of(values: Mapping[str, Any]) -> Scenario:
+    """Scenario that all replays share; raises ReplayChoiceWrong."""
     return Scenario(
         policy="tlora",
-        seed=options.sweep.seed,
-        source=options.source,
-        choices=options.choices,
-        cluster=Cluster(**asdict(options.cluster)),
-        **asdict(options.replay),
+        seed=checked(SweepOptions, values).seed,
+        source=checked(JobSource, values),
+        choices=checked(Choices, values),
+        cluster=Cluster(**asdict(checked(ClusterOptions, values))),
+        **asdict(checked(ReplayOptions, values)),
     )
 
 
