@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.scheduler.toy import Roofline, active, checked, request
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.policies import POLICIES, find_policy
-from tlora_fx.scheduler.state import Decision, Group, JobRequest, SchedulerState, keeps
+from tlora_fx.scheduler.state import Decision, Group, JobRequest, SchedulerState, broken
 
 BOUNDED = ("tlora", "tlora-paper", "no-kernel-fuser", "oracle")
 GROUPING = ("tlora", "tlora-paper", "oracle")
@@ -85,7 +85,7 @@ def bounds_hold(moment: SchedulerState, decision: Decision) -> None:
     for group in decision.groups:
         members = [moment.jobs[name] for name in group.jobs]
         if len(members) > 1 and group not in moment.groups:
-            assert keeps(members, group.seconds, moment.now, lending=True)
+            assert not broken(members, group.seconds, moment.now)
         assert group.seconds > 0
 
 

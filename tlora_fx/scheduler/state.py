@@ -222,12 +222,6 @@ def limit_seconds(job: ActiveJob, now: float, *, lending: bool = False) -> float
     return min(limit, slack) if slack >= job.solo_seconds else limit
 
 
-def keeps(jobs: Iterable[ActiveJob], seconds: float, now: float, *, lending: bool = False) -> bool:
-    """Whether every one of these jobs bears a group's step of so many seconds."""
-    bound = seconds * (1 - ROUNDING)
-    return all(bound <= limit_seconds(job, now, lending=lending) for job in jobs)
-
-
 def broken(
     jobs: Iterable[ActiveJob], seconds: float, now: float, *, lending: bool = True
 ) -> list[ActiveJob]:
@@ -235,7 +229,8 @@ def broken(
     members = list(jobs)
     if len(members) < 2:
         return []
-    return [job for job in members if not keeps((job,), seconds, now, lending=lending)]
+    bound = seconds * (1 - ROUNDING)
+    return [job for job in members if bound > limit_seconds(job, now, lending=lending)]
 
 
 NEAR = 0.8
