@@ -8,9 +8,10 @@ from math import log2
 import pytest
 
 from benchmarks.synthetic_roofline import SyntheticEstimator
+from tests.models import error_of
 from tests.scheduler.toy import active, checked, demand, drawn, state
 from tlora_fx.cost.hardware import Cluster
-from tlora_fx.errors import PolicyOptionWrong, UnknownPolicy
+from tlora_fx.errors import PluginBroken, PolicyOptionWrong, UnknownPolicy
 from tlora_fx.scheduler.policies import POLICIES, find_policy
 from tlora_fx.scheduler.policies.oracle import best_grouping
 from tlora_fx.scheduler.search.objective import powers
@@ -42,6 +43,30 @@ def test_an_unknown_policy_gets_the_nearest_name():
     """With all names that there are."""
     with pytest.raises(UnknownPolicy, match="did you mean 'mlora-fifo'"):
         find_policy("mlora_fifo")
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("a_lost_module:Policy", "ModuleNotFoundError"),
+        ("fractions:Fraction", "fractions:Fraction is no dataclass with a method decide"),
+        ("math:pi", "math:pi is no class"),
+    ],
+)
+def test_a_broken_policy_of_another_package_says_why(tmp_path, monkeypatch, target, told):
+    """Which package, and what is wrong with it; other policies are found beside it."""
+    info = tmp_path / "strangers-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strangers\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(f"[tlora_fx.policies]\nstranger = {target}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    text = error_of(lambda: find_policy("stranger"), PluginBroken)
+
+    assert "policy 'stranger' is broken" in text
+    assert "strangers 1.2" in text
+    assert told in text
+    find_policy("tlora")
 
 
 @pytest.mark.parametrize(

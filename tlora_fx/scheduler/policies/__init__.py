@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import yaml
 
+from tlora_fx.config.plugins import load_plugin
 from tlora_fx.errors import PolicyOptionWrong, UnknownPolicy, did_you_mean
 from tlora_fx.scheduler.state import Policy
 
@@ -43,7 +44,10 @@ ENTRY_POINTS = "tlora_fx.policies"
 
 
 def find_policy(name: str, **options: Any) -> Policy:
-    """A policy by name, with its options; raises UnknownPolicy, PolicyOptionWrong."""
+    """A policy by name, with its options.
+
+    raises    UnknownPolicy, PolicyOptionWrong; PluginBroken where another package's cannot be used
+    """
     kind = _find(name)
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     for option in options:
@@ -67,7 +71,7 @@ def find_policy(name: str, **options: Any) -> Policy:
 def policy_of(text: str) -> Policy:
     """A policy as the command line names it: `megatron`, or `megatron:backfill=true`.
 
-    raises    UnknownPolicy, PolicyOptionWrong
+    raises    as `find_policy`
     """
     name, _, options = text.partition(":")
     pairs = [pair.partition("=") for pair in options.split(":") if pair]
@@ -96,16 +100,23 @@ def _require_kinds(name: str, kinds: Mapping[str, object], options: Mapping[str,
             )
 
 
-def _find(name: str) -> Any:
+def _find(name: str) -> type[Any]:
+    """The class of a policy; raises UnknownPolicy, PluginBroken."""
     if name in _OURS:
         module, _, kind = _OURS[name].partition(":")
-        return getattr(import_module(f"{__name__}.{module}"), kind)
+        ours: type[Any] = getattr(import_module(f"{__name__}.{module}"), kind)
+        return ours
     others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-    if name in others:
-        return others[name].load()
-    known = [*_OURS, *others]
-    raise UnknownPolicy(
-        f"there is no policy '{name}'",
-        expected=", ".join(known),
-        help=did_you_mean(name, known, "choose one of these"),
-    )
+    if name not in others:
+        known = [*_OURS, *others]
+        raise UnknownPolicy(
+            f"there is no policy '{name}'",
+            expected=", ".join(known),
+            help=did_you_mean(name, known, "choose one of these"),
+        )
+    plugin = load_plugin(others[name])
+    found = plugin.found
+    if found is not None and dataclasses.is_dataclass(found) and hasattr(found, "decide"):
+        return found
+    why = plugin.broken or f"{plugin.target} is no dataclass with a method decide(state)"
+    raise dataclasses.replace(plugin, broken=why).error(f"policy '{name}'")
