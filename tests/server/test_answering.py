@@ -55,9 +55,9 @@ def asked(port: int) -> socket.socket:
 
 
 @contextmanager
-def answering_on_a_port(died):
+def answering_on_a_port(say):
     sockets = listen("127.0.0.1", 0)
-    kept = Answering(answer_with_pid, sockets, died)
+    kept = Answering(answer_with_pid, sockets, say)
     try:
         kept.start()
         yield kept, sockets[0].getsockname()[1]
@@ -70,7 +70,7 @@ def test_a_process_that_is_killed_is_replaced_at_the_same_port(monkeypatch):
     monkeypatch.setattr(answering, "PAUSE_SECONDS", 0.2)
     monkeypatch.setattr(answering, "STEADY_SECONDS", SECONDS)  # a busy machine starts it slowly
     deaths, seen = [], []
-    with answering_on_a_port(lambda *how: deaths.append(how)) as (kept, port):
+    with answering_on_a_port(deaths.append) as (kept, port):
         for count in range(1, 4):
             with asked(port) as connection:
                 end = time.monotonic() + SECONDS
@@ -89,7 +89,8 @@ def test_a_process_that_is_killed_is_replaced_at_the_same_port(monkeypatch):
                     kept.keep()
 
     assert len(set(seen)) == 3
-    assert deaths == [("killed by SIGKILL", 0.2), ("killed by SIGKILL", 0.4)]
+    told = "the process that answers requests died (killed by SIGKILL); the next starts in"
+    assert deaths == [f"{told} 0.2 s", f"{told} 0.4 s"]
 
 
 def test_a_process_ends_with_the_run(monkeypatch):
@@ -152,7 +153,7 @@ def test_the_error_of_a_later_process_is_told(tmp_path, monkeypatch):
     """In place of how it exited."""
     monkeypatch.setattr(answering, "PAUSE_SECONDS", 0.01)
     deaths = []
-    kept = Answering(partial(refuse_later, tmp_path), [], lambda how, _: deaths.append(how))
+    kept = Answering(partial(refuse_later, tmp_path), [], deaths.append)
     try:
         kept.start()
         end = time.monotonic() + SECONDS
@@ -162,4 +163,4 @@ def test_the_error_of_a_later_process_is_told(tmp_path, monkeypatch):
     finally:
         kept.close()
     assert "a file is gone" not in deaths[0]
-    assert deaths[1] == "error[T0257] a file is gone"
+    assert "died (error[T0257] a file is gone);" in deaths[1]

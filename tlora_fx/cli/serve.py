@@ -270,13 +270,8 @@ def _answering(
 
     ended   whether the run shall end, and no request is answered
     """
-
-    def died(how: str, seconds: float) -> None:
-        text = f"the process that answers requests died ({how}); the next starts in {seconds:g} s"
-        events.say(None, "warning", [], text)
-
     sockets = listen(options.host, options.port)
-    answering = Answering(answer, sockets, died)
+    answering = Answering(answer, sockets, partial(events.say, None, "warning", []))
     try:
         answering.start(ended)
         scheme = "https" if options.tls_cert else "http"
@@ -304,17 +299,14 @@ def _training(
     from tlora_fx.server.tinker.trainer import training
     from tlora_fx.training.options import EngineOptions
 
-    def died(how: str, seconds: float) -> None:
-        text = f"the process that trains for clients died ({how}); the next starts in {seconds:g} s"
-        events.say(None, "warning", [], text)
-
     assert options.output is not None
     engine = EngineOptions(
         options.output / TINKER_FOLDER, base=options.tinker_base, device=options.tinker_device,
         residents=options.tinker_models, max_rank=-(-options.tinker_rank // 8) * 8,
         compiled=options.compiled,
     )  # fmt: skip
-    with training(engine, options.log_format, died, clock, ended) as started:
+    say = partial(events.say, None, "warning", [])
+    with training(engine, options.log_format, say, clock, ended) as started:
         yield started
 
 

@@ -73,18 +73,18 @@ class Answering:
     target    what it runs, with the sockets and its end of a pipe: it sends True once it answers,
               or the TloraError for which it ends, and ends when the other end is closed
     sockets   listening
-    died      is told how the process ended, and in how many seconds the next one begins
-    does      what it does, for errors
+    say       is told how the process ended, and in how many seconds the next one begins
+    does      what it does, for what is said
     """
 
     def __init__(
         self,
         target: Callable[[list[socket.socket], Connection], None],
         sockets: list[socket.socket],
-        died: Callable[[str, float], None],
+        say: Callable[[str], None],
         does: str = "answers requests",
     ) -> None:
-        self._target, self._sockets, self._died, self._does = target, sockets, died, does
+        self._target, self._sockets, self._say, self._does = target, sockets, say, does
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
         self._started = self._due = 0.0
@@ -125,7 +125,9 @@ class Answering:
             self._pause = PAUSE_SECONDS if steady else min(2 * self._pause, MAX_PAUSE_SECONDS)
             self._due = now + self._pause
             self._forget()
-            self._died(how, self._pause)
+            self._say(
+                f"the process that {self._does} died ({how}); the next starts in {self._pause:g} s"
+            )
 
     def close(self) -> None:
         """Let the process end."""

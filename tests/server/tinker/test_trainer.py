@@ -89,7 +89,7 @@ def test_a_base_that_cannot_be_used_is_told_at_the_start(tmp_path, begins_at_onc
 
     with (
         pytest.raises(BaseFileDamaged, match="holds no weights"),
-        training(options, "text", lambda how, seconds: None),
+        training(options, "text", lambda text: None),
     ):
         pass
 

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def training(
-    options: EngineOptions, log_format: str, died: Callable[[str, float], None],
+    options: EngineOptions, log_format: str, say: Callable[[str], None],
     clock: SteadyClock | None = None, ended: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[Answering, Path]]:  # fmt: skip
     """Inside, a trainer runs; yields what keeps it alive, and the socket of its bell.
 
-    died     as of `Answering`
+    say      as of `Answering`
     clock    of the log; None: one of its own
     ended    whether the run shall end; nobody waits for the trainer then
     raises   ServiceRefused where it does not start; the error of a base that cannot be used
@@ -39,7 +39,8 @@ def training(
     # A path of a socket is short, and a run's folder may not be.
     with tempfile.TemporaryDirectory(prefix="tlora-fx-") as folder:
         bell = Path(folder) / "bell"
-        process = Answering(partial(_train, options, bell, log_format, clock), [], died, "trains")
+        target = partial(_train, options, bell, log_format, clock)
+        process = Answering(target, [], say, "trains for clients")
         try:
             process.start(ended)
             yield process, bell
