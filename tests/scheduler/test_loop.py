@@ -23,7 +23,7 @@ def test_a_job_runs_at_once_where_gpus_are_free():
     made.loop.submit(request("b", submitted=10.0))
     made.go(10.0)
 
-    assert [group.jobs for group in made.loop.groups.values()] == [("a",), ("b",)]
+    assert [run.group.jobs for run in made.loop.running.values()] == [("a",), ("b",)]
 
 
 @pytest.mark.parametrize(("at_once", "begins"), [("never", 200.0), ("end", 150.0)])
@@ -47,10 +47,10 @@ def test_without_at_once_a_job_waits_for_the_horizon(at_once):
     made.go(10.0)
     made.loop.submit(request("b", submitted=10.0))
     made.go(999.0)
-    assert len(made.loop.groups) == 1
+    assert len(made.loop.running) == 1
 
     made.go(1000.0)
-    assert len(made.loop.groups) == 2
+    assert len(made.loop.running) == 2
 
 
 def test_a_job_ends_when_its_steps_do():
@@ -99,7 +99,7 @@ def test_groups_that_stay_are_left_alone():
     made.go(600.0)
 
     assert len(policy.seen) > 5
-    assert list(made.loop.groups) == [1]
+    assert list(made.loop.running) == [1]
 
 
 def test_a_group_waits_for_the_gpus_of_one_that_drains():
@@ -113,7 +113,7 @@ def test_a_group_waits_for_the_gpus_of_one_that_drains():
     made.loop.submit(request("b", submitted=30.0))
     made.go(90.0)
 
-    assert [group.jobs for group in made.loop.groups.values()] == [("b",)]
+    assert [run.group.jobs for run in made.loop.running.values()] == [("b",)]
     assert made.loop.active["a"].steps_done == pytest.approx(40)
 
 
@@ -154,7 +154,7 @@ def test_the_window_holds_the_oldest_jobs():
     made.go(0.0)
 
     assert list(policy.seen[-1].jobs) == ["j5", "j4", "j1"]
-    assert [job.name for job in made.loop.waiting] == ["j5", "j4", "j1", "j3", "j2"]
+    assert [job.name for job in made.loop.window.waiting()] == ["j3", "j2"]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_loop_over_an_old_ledger_uses_new_epochs():
     second.loop.submit(request("a"), steps_done=10.0)
     second.go(30.0)
 
-    assert list(second.loop.groups) == [2]
+    assert list(second.loop.running) == [2]
     assert second.loop.state(30.0).jobs["a"].steps_done == pytest.approx(30)
 
 

@@ -34,7 +34,7 @@ def test_a_job_that_fails_alone_again_and_again_is_given_up():
     for _ in range(3):
         made.loop.advance(made.clock.now)
         assert not made.loop.idle
-        made.executor.fail_group(max(made.loop.groups), "out of memory")
+        made.executor.fail_group(max(made.loop.running), "out of memory")
         made.go(made.clock.now)
         made.go(made.clock.now + 60.0)
 
@@ -67,14 +67,14 @@ def test_jobs_that_died_with_their_fork_server_are_neither_given_up_nor_suspecte
         made.loop.submit(request(name, steps=1000))
     for _ in range(12):
         made.go(made.clock.now + 20.0)
-        [epoch] = made.loop.groups
+        [epoch] = made.loop.running
         made.executor.fail_group(epoch, blameless=True)
         made.loop.advance(made.clock.now)
     made.go(made.clock.now + 20.0)
 
     assert not any(made.loop.ended.values())
     assert not any(made.loop.retries.suspects(name) for name in "ab")
-    assert [group.jobs for group in made.loop.groups.values()] == [("a", "b")]
+    assert [run.group.jobs for run in made.loop.running.values()] == [("a", "b")]
 
 
 def test_failures_with_progress_between_are_forgiven():
@@ -83,7 +83,7 @@ def test_failures_with_progress_between_are_forgiven():
     made.loop.submit(request("a", steps=1000))
     for _ in range(6):
         made.go(made.clock.now + 60.0)
-        made.executor.fail_group(max(made.loop.groups), "lost its disk")
+        made.executor.fail_group(max(made.loop.running), "lost its disk")
         made.loop.advance(made.clock.now)
     made.go(10_000.0)
 
@@ -97,13 +97,13 @@ def test_jobs_of_a_failed_group_run_alone(policy, gpus):
     for name in "ab":
         made.loop.submit(request(name, steps=1000))
     made.go(120.0)
-    [(epoch, group)] = made.loop.groups.items()
-    assert len(group.jobs) == 2
+    [(epoch, run)] = made.loop.running.items()
+    assert len(run.group.jobs) == 2
     made.executor.fail_group(epoch)
     made.loop.advance(120.0)
     made.go(130.0)
 
-    assert all(len(group.jobs) == 1 for group in made.loop.groups.values())
+    assert all(len(run.group.jobs) == 1 for run in made.loop.running.values())
     made.go(10_000.0)
     assert made.loop.idle
 
@@ -118,8 +118,8 @@ def test_a_job_at_fault_ends_and_its_neighbours_go_on():
     made.loop.advance(50.0)
 
     assert made.loop.ended["a"] == "failed: its data is gone"
-    assert list(made.loop.groups) == [1]
-    assert made.loop.groups[1].jobs == ("b",)
+    assert list(made.loop.running) == [1]
+    assert made.loop.running[1].group.jobs == ("b",)
 
 
 def test_a_job_that_lends_is_credited_while_its_group_runs():

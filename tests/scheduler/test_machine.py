@@ -174,10 +174,10 @@ class Machine(RuleBasedStateMachine):
             return
         self.loop.decide(self.clock.now)
         self.loop.advance(self.clock.now)
-        before = {epoch: membership(group) for epoch, group in self.loop.groups.items()}
+        before = {epoch: membership(run.group) for epoch, run in self.loop.running.items()}
         self.loop.decide(self.clock.now)
         self.loop.advance(self.clock.now)
-        assert {epoch: membership(group) for epoch, group in self.loop.groups.items()} == before
+        assert {epoch: membership(run.group) for epoch, run in self.loop.running.items()} == before
 
     @invariant()
     def no_job_is_lost(self):

@@ -475,21 +475,9 @@ class Loop:
         return self.window.jobs
 
     @property
-    def groups(self) -> dict[int, Group]:
-        """Running groups, by epoch, with those that were asked to stop and have not yet."""
-        return {epoch: formation.group for epoch, formation in self.formations.running.items()}
-
-    @property
     def running(self) -> dict[int, Formation]:
         """Running formations, by epoch, with those that were asked to stop and have not yet."""
         return self.formations.running
-
-    @property
-    def waiting(self) -> list[ActiveJob]:
-        """Active jobs in no group, in order of submission, the queue behind the window last."""
-        inside = {name for formation in self.formations.running.values() for name in formation.jobs}
-        near = [job for name, job in self.window.jobs.items() if name not in inside]
-        return near + self.window.waiting()
 
     @property
     def idle(self) -> bool:

@@ -6,7 +6,7 @@ The policies that never regroup start from here and only fill.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf, isfinite
 from typing import ClassVar, Literal
 
@@ -23,7 +23,6 @@ class Slot:
 
     jobs: list[ActiveJob]
     place: tuple[int, ...]
-    formed: float
     group: Group | None = None
 
     @property
@@ -44,7 +43,6 @@ class Allocation:
     placer: Placer
     slots: list[Slot]
     waiting: list[ActiveJob]
-    notes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, state: SchedulerState) -> Allocation:
@@ -57,7 +55,7 @@ class Allocation:
                 continue
             placer.take(group.place)
             whole = len(jobs) == len(group.jobs)
-            slots.append(Slot(jobs, group.place, group.formed, group if whole else None))
+            slots.append(Slot(jobs, group.place, group if whole else None))
             held.update(job.name for job in jobs)
         waiting = [job for name, job in state.jobs.items() if name not in held]
         return cls(state, placer, slots, sorted(waiting, key=arrival))
@@ -84,7 +82,7 @@ class Allocation:
         if place is None:
             return None
         self.placer.take(place)
-        self.slots.append(Slot(list(jobs), place, self.state.now))
+        self.slots.append(Slot(list(jobs), place))
         return self.slots[-1]
 
     def groups(self) -> tuple[Group, ...]:
