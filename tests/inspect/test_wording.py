@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlora_fx.inspect.marks import letters
-from tlora_fx.inspect.wording import counted, layers_label, listed, runs, scaled
+from tlora_fx.inspect.wording import counted, layers_label, listed, scaled, spans
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,8 @@ def test_layers_are_told_in_short(numbers, label):
 def test_runs_hold_the_same_numbers(numbers):
     """No layer is lost in a range."""
     found: list[int] = []
-    for run in runs(sorted(numbers)):
-        first, _, last = run.partition("-")
-        found.extend(range(int(first), int(last or first) + 1))
+    for first, last in spans(sorted(numbers)):
+        found.extend(range(first, last + 1))
 
     assert found == sorted(numbers)
 

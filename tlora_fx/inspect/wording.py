@@ -93,21 +93,22 @@ def cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"
 
 
-def runs(numbers: Sequence[int]) -> list[str]:
-    """Whole numbers as runs: 0, 1, 2, 5 are "0-2", "5"."""
-    spans: list[list[int]] = []
+def spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """First and last of each run of whole numbers: 0, 1, 2, 5 are (0, 2), (5, 5)."""
+    found: list[tuple[int, int]] = []
     for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
+        if found and number == found[-1][1] + 1:
+            found[-1] = (found[-1][0], number)
         else:
-            spans.append([number, number])
-    return [str(a) if a == b else f"{a}-{b}" for a, b in spans]
+            found.append((number, number))
+    return found
 
 
 def layers_label(layers: Sequence[str]) -> str:
     """Layer paths in short: "layers.0-31 ×32", "layers.{0,2,…,30} ×16"."""
     parent = layers[0].rpartition(".")[0].rpartition(".")[2]
-    pieces = runs([int(layer.rpartition(".")[2]) for layer in layers])
+    numbers = [int(layer.rpartition(".")[2]) for layer in layers]
+    pieces = [str(a) if a == b else f"{a}-{b}" for a, b in spans(numbers)]
     if len(pieces) > MANY_RUNS:
         pieces = [*pieces[:2], "…", pieces[-1]]
     inside = pieces[0] if len(pieces) == 1 else "{" + ",".join(pieces) + "}"

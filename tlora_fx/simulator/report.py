@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from tlora_fx.errors import ReportNotWritable
 from tlora_fx.host.durable import replace_file
 from tlora_fx.host.version import __version__
+from tlora_fx.inspect.wording import spans
 from tlora_fx.simulator.comparison import (
     ALLOCATED,
     BASELINES,
@@ -251,7 +252,7 @@ def who_ran_where(policies: Policies) -> list[Figure]:
         shade = SHADES[min(len(one.jobs), len(SHADES)) - 1][1]
         hours = (one.begin - begin) / 3600, (one.end - begin) / 3600
         text = f"{names}: {len(one.gpus)} GPUs, {hours[0]:.2f} h to {hours[1]:.2f} h"
-        for first, last in _runs(one.gpus):
+        for first, last in spans(sorted(one.gpus)):
             blocks.append(Block(first, last, *hours, shade, text))
             rows.append((one.group, first, last, one.begin, one.end, len(one.jobs), names))
     gpus = policies[OURS][0].scenario.cluster.gpus
@@ -260,14 +261,6 @@ def who_ran_where(policies: Policies) -> list[Figure]:
     svg = gantt(title, "hours", "GPU", gpus, blocks, SHADES)
     columns = ("group", "first gpu", "last gpu", "begin seconds", "end seconds", "jobs", "names")
     return [Figure("gantt", title, shows, svg, columns, tuple(rows))]
-
-
-def _runs(gpus: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and last of each run of GPUs that follow each other."""
-    ordered = sorted(gpus)
-    starts = [n for n, gpu in enumerate(ordered) if not n or gpu != ordered[n - 1] + 1]
-    for start, end in zip(starts, [*starts[1:], len(ordered)], strict=True):
-        yield ordered[start], ordered[end - 1]
 
 
 def waiting(policies: Policies) -> Figure:

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from tlora_fx.cost.load import Demand
 from tlora_fx.errors import TraceColumnMissing, TraceEmpty, TraceFileError, TraceRowsWrong, nearest
+from tlora_fx.inspect.wording import spans
 from tlora_fx.scheduler.state import REQUEST, JobRequest
 
 MONTH_SECONDS = 30 * 86400.0
@@ -130,11 +131,8 @@ def _months(numbers: set[int]) -> str:
     """Months that follow each other as a span: "months 1 to 6, 8"."""
     if not numbers:
         return "no month"
-    ordered = sorted(numbers)
-    starts = [number for number in ordered if number - 1 not in numbers]
-    ends = [number for number in ordered if number + 1 not in numbers]
-    spans = [str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
-    return f"month{'s' * (len(ordered) > 1)} {', '.join(spans)}"
+    texts = [str(a) if a == b else f"{a} to {b}" for a, b in spans(sorted(numbers))]
+    return f"month{'s' * (len(numbers) > 1)} {', '.join(texts)}"
 
 
 def in_order(jobs: Iterable[TraceJob]) -> tuple[tuple[TraceJob, ...], int]:
