@@ -169,11 +169,7 @@ def carry(draft: Draft) -> None:
     tokens = draft.rest.get("special_tokens")
     if isinstance(tokens, dict) and tokens.keys() <= {"pad_token"}:
         draft.leave_key("special_tokens", "rows are packed, nothing is padded")
-    for key, why in _CHANGES.items():
-        draft.leave_key(key, why, changes=True)
-    for key in list(draft.rest):
-        if key in _IDLE or key.startswith(_IDLE_PREFIXES):
-            draft.leave_key(key, "it changes no number of the training")
+    draft.leave_known(_CHANGES, _IDLE, _IDLE_PREFIXES)
     carry_trainer(draft, defaults, _TRAINER_NAMES)
 
 

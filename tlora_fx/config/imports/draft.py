@@ -10,7 +10,7 @@ import os
 import re
 import reprlib
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from tlora_fx.errors import ImportRefused, nearest
 UNKNOWN = "this version of tlora-fx does not know the key"
 NO_VALUE = "it has no value"
 OFF = "it says what a job does anyway"
+NO_NUMBER = "it changes no number of the training"
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
@@ -200,6 +201,16 @@ class Draft:
         if value is not None:
             is_on = value not in (False, 0, "", "none", [], {}) and truth(value) is not False
             self.leave(key, value, why if is_on else OFF, changes=changes and is_on)
+
+    def leave_known(
+        self, changes: Mapping[str, str], idle: Collection[str], prefixes: tuple[str, ...]
+    ) -> None:
+        """List keys whose effect is known: what they change, each with why, or no number."""
+        for key, why in changes.items():
+            self.leave_key(key, why, changes=True)
+        for key in list(self.rest):
+            if key in idle or key.startswith(prefixes):
+                self.leave_key(key, NO_NUMBER)
 
     def is_left(self, key: str) -> bool:
         """Whether a key is listed as left out."""

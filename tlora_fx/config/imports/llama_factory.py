@@ -144,11 +144,7 @@ def carry(draft: Draft) -> None:
         draft.put("disable_shuffling", "shuffle", False)
         draft.rest.pop("disable_shuffling")
     draft.leave_key("disable_shuffling", OFF)
-    for key, why in _CHANGES.items():
-        draft.leave_key(key, why, changes=True)
-    for key in list(draft.rest):
-        if key in _IDLE or key.startswith(_IDLE_PREFIXES):
-            draft.leave_key(key, "it changes no number of the training")
+    draft.leave_known(_CHANGES, _IDLE, _IDLE_PREFIXES)
     carry_trainer(draft, {**DEFAULTS, "max_length": 2048, "packing": False}, _TRAINER_NAMES)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from tlora_fx.config.fields import OPTIMIZER_ALIASES, OPTIMIZERS, SCHEDULE_ARGUMENTS
-from tlora_fx.config.imports.draft import OFF, Draft, truth
+from tlora_fx.config.imports.draft import NO_NUMBER, OFF, Draft, truth
 from tlora_fx.config.job import Job, TrackerName
 from tlora_fx.config.trl_arguments import (
     INSTEAD,
@@ -90,7 +90,6 @@ FORMER: Mapping[str, str] = {
 #: matrix with AdamW, and scales its rates otherwise.
 _OTHER_OPTIMIZERS = frozenset({*OTHER_OPTIMIZERS, "muon"})
 _MEMORY = "it is of memory or of the process alone"
-_NO_NUMBER = "it changes no number of the training"
 _NO_DATA = "there is nothing to evaluate"
 _EVALUATION = (
     "eval_strategy", "eval_steps", "metric_for_best_model", "load_best_model_at_end",
@@ -140,7 +139,7 @@ def carry_trainer(
     fields = mapped_fields(values, {}, told)
     fields |= {name: values[name] for name in DIRECT if values.get(name) is not None}
     for name in told.keys() & sources.keys():
-        draft.leave(sources[name], given[name], INSTEAD_IN_FILES.get(name, _NO_NUMBER))
+        draft.leave(sources[name], given[name], INSTEAD_IN_FILES.get(name, NO_NUMBER))
     for name in ("max_steps", "num_train_epochs"):
         if name in sources and name not in fields:
             why = "-1 says that epochs count" if name == "max_steps" else "max_steps counts"
@@ -174,7 +173,7 @@ def _given(draft: Draft, key: str, name: str) -> Any:
     elif name in SILENT:
         draft.leave_key(key, _MEMORY)
     else:
-        draft.leave_key(key, INSTEAD_IN_FILES.get(name, _NO_NUMBER))
+        draft.leave_key(key, INSTEAD_IN_FILES.get(name, NO_NUMBER))
     return None
 
 

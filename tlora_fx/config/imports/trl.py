@@ -17,6 +17,7 @@ from tlora_fx.config.imports.parts import (
     put_data,
 )
 from tlora_fx.config.imports.trainer import SFT_DEFAULTS, carry_trainer
+from tlora_fx.config.trl_arguments import REFUSED_OF_PREFERENCES
 
 TYPICAL = frozenset({
     "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "use_peft",
@@ -26,20 +27,13 @@ TYPICAL = frozenset({
 })  # fmt: skip
 #: Keys of DPOConfig that have no equal: their value that changes nothing, and why.
 _DPO: Mapping[str, tuple[Any, str]] = {
-    "loss_weights": (None, "a job has one loss"),
-    "ld_alpha": (None, "there is no LD-DPO"),
-    "f_divergence_type": ("reverse_kl", "the divergence is the reverse KL"),
+    **{key: told for key, told in REFUSED_OF_PREFERENCES.items() if key != "is_encoder_decoder"},
     "f_alpha_divergence_coef": (0.5, "the divergence is the reverse KL"),
-    "label_smoothing": (0.0, "there is no label smoothing"),
-    "use_weighting": (False, "there is no WPO"),
     "discopop_tau": (0.05, "there is no DiscoPOP"),
-    "sync_ref_model": (False, "the reference stays as it is"),
     "ref_model_mixup_alpha": (0.6, "the reference stays as it is"),
     "ref_model_sync_steps": (512, "the reference stays as it is"),
     "precompute_ref_log_probs": (False, ""),
     "precompute_ref_batch_size": (None, ""),
-    "max_prompt_length": (None, "max_length bounds prompt and completion together"),
-    "max_completion_length": (None, "max_length bounds prompt and completion together"),
 }
 #: Keys of `trl kto` alone.
 _KTO = ("desirable_weight", "undesirable_weight")
