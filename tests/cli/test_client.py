@@ -265,6 +265,30 @@ def test_a_proxy_that_takes_no_large_bodies_is_told():
         here.ask("PUT", "files/0", lambda: b"whole")
 
 
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (httpx.Response(200, html="<html>Sign in</html>"), "200 OK, text/html"),
+        (httpx.Response(302, headers={"Location": "/sign-in"}), "302 Found, no content"),
+        (httpx.Response(200), "200 OK, no content"),
+        (httpx.Response(502, text="down"), "502 Bad Gateway, text/plain"),
+    ],
+)
+def test_what_is_no_service_is_refused(answer, told):
+    """Such as a proxy where one signs in first, whether or not an answer comes bit by bit."""
+    here = client.Connection(client.ServiceOptions("http://here"))
+    transport = httpx.MockTransport(lambda request: answer)
+    here.client = httpx.Client(base_url="http://here", transport=transport)
+
+    with pytest.raises(ServiceUnreachable, match=f"no service of tlora-fx(.|\n)*{told}"):
+        here.ask("GET", "jobs")
+    with (
+        pytest.raises(ServiceUnreachable, match=f"no service of tlora-fx(.|\n)*{told}"),
+        here.stream("jobs/a/adapter", "application/x-tar"),
+    ):
+        pass
+
+
 def test_what_the_service_refuses_is_told_in_its_words(said, tmp_path, monkeypatch):
     """With exit code 1, and nothing is submitted."""
     it, say = said

@@ -10,7 +10,7 @@ import tarfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -115,7 +115,7 @@ class Connection:
                 more["content"] = body()
             try:
                 response = self.client.request(method, f"/api/v1/{path}", **more)
-                self._require(response)
+                self._require(response, "application/json")
                 return response.json() if response.content else None
             except httpx.HTTPError as error:
                 away = isinstance(error, httpx.TransportError if repeatable else httpx.ConnectError)
@@ -135,38 +135,45 @@ class Connection:
             after = page[-1]["number"]
 
     @contextmanager
-    def stream(self, path: str, **more: Any) -> Iterator[httpx.Response]:
-        """An answer that comes bit by bit."""
+    def stream(self, path: str, kind: str, **more: Any) -> Iterator[httpx.Response]:
+        """An answer that comes bit by bit.
+
+        kind     its media type
+        raises   ServiceUnreachable, AnswerRefused
+        """
         import httpx
 
         try:
             with self.client.stream("GET", f"/api/v1/{path}", timeout=None, **more) as response:
-                if response.is_error:
-                    response.read()
-                    self._require(response)
+                self._require(response, kind)
                 yield response
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
 
-    def _require(self, response: httpx.Response) -> None:
+    def _require(self, response: httpx.Response, kind: str) -> None:
+        """Refuse an answer that is an error, or is of another kind than the service would give."""
         import httpx
 
-        if not response.is_error:
+        told = response.headers.get("content-type", "")
+        if response.status_code == httpx.codes.NO_CONTENT:
             return
-        try:
-            raise AnswerRefused(str(response.json()["text"]))
-        except (ValueError, KeyError, TypeError):
-            if response.status_code == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
-                raise UploadRefused(
-                    "a proxy before the service refuses what is sent as too large",
-                    server=self.server,
-                    help="ask the operator to raise its limit, such as client_max_body_size",
-                ) from None
-            raise ServiceUnreachable(
-                "what answers is no service of tlora-fx",
+        if response.is_success and told.startswith(kind):
+            return
+        if response.is_error:
+            response.read()
+            with suppress(ValueError, KeyError, TypeError):
+                raise AnswerRefused(str(response.json()["text"]))
+        if response.status_code == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
+            raise UploadRefused(
+                "a proxy before the service refuses what is sent as too large",
                 server=self.server,
-                found=f"{response.status_code} {response.reason_phrase}",
-            ) from None
+                help="ask the operator to raise its limit, such as client_max_body_size",
+            )
+        raise ServiceUnreachable(
+            "what answers is no service of tlora-fx",
+            server=self.server,
+            found=f"{response.status_code} {response.reason_phrase}, {told or 'no content'}",
+        )
 
     def _unreachable(self, error: Exception) -> ServiceUnreachable:
         is_address = self.server.startswith(("http://", "https://"))
@@ -429,7 +436,8 @@ def logs(
     """Print the metrics of a job's steps and evaluations."""
     connection = Connection(service)
     line = ""
-    with connection.stream(f"jobs/{job}/logs", params={"follow": follow}) as response:
+    path, kind = f"jobs/{job}/logs", "text/plain"
+    with connection.stream(path, kind, params={"follow": follow}) as response:
         for line in response.iter_lines():
             echo(line)
     # The last line; whoever waits for the end of the job must not take this for it.
@@ -455,7 +463,8 @@ def fetch(
     Files that are there already, and hold something else, are not overwritten.
     """
     connection = Connection(service)
-    with connection.stream(f"jobs/{job}/adapter") as response, TemporaryFile() as file:
+    path, kind = f"jobs/{job}/adapter", "application/x-tar"
+    with connection.stream(path, kind) as response, TemporaryFile() as file:
         for chunk in response.iter_bytes():
             file.write(chunk)
         file.seek(0)
