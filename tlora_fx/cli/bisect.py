@@ -12,7 +12,7 @@ import typer
 from tlora_fx.cli.arguments.options import JobFilePath, PipelineOptions, option, takes_options
 from tlora_fx.cli.terminal import echo
 from tlora_fx.config.job_file import JobFile, load_job_file
-from tlora_fx.errors import DumpNotWritable
+from tlora_fx.errors import DumpNotWritable, errors_as
 
 if TYPE_CHECKING:
     from tlora_fx.pipeline import Pipeline
@@ -50,7 +50,11 @@ def run(options: BisectOptions) -> None:
     passes = options.passes()
     given = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
     if options.keep is not None:
-        _make(options.keep)
+        with errors_as(
+            DumpNotWritable, "the folder in which to keep graphs cannot be written",
+            folder=options.keep, help="name another by --keep",
+        ):  # fmt: skip
+            options.keep.mkdir(parents=True, exist_ok=True)
         finding = _bisect(given, options.check, passes, options.keep, options.verbose)
     else:
         with tempfile.TemporaryDirectory(prefix="tlora-fx-bisect-") as folder:
@@ -59,18 +63,6 @@ def run(options: BisectOptions) -> None:
         echo(line)
     if not finding.place:
         raise typer.Exit(1)
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DumpNotWritable(
-            "the folder in which to keep graphs cannot be written",
-            folder=folder,
-            found=error,
-            help="name another by --keep",
-        ) from error
 
 
 def _bisect(

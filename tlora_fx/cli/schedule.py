@@ -9,7 +9,7 @@ import typer
 
 from tlora_fx.cli.arguments.options import command_group, option, takes_options
 from tlora_fx.cli.terminal import Console
-from tlora_fx.errors import StateFileError
+from tlora_fx.errors import StateFileError, errors_as
 from tlora_fx.host.durable import write_output
 from tlora_fx.runtime.run_folder import LEDGER
 from tlora_fx.scheduler.explain import explained
@@ -33,23 +33,15 @@ def state(
     It holds what the policy of a run saw at its last decision, and what became of all jobs.
     """
     found = _newest(run)
-    try:
+    with errors_as(StateFileError, "the run's state cannot be read", file=found):
         content = found.read_bytes()
-    except OSError as error:
-        raise StateFileError("the run's state cannot be read", file=found, found=error) from error
     rows = rows_of_run(run)
-    try:
+    help = "choose another file with -o"
+    with errors_as(StateFileError, "the snapshot cannot be written", file=output, help=help):
         output.parent.mkdir(parents=True, exist_ok=True)
         write_output(output, content)
         if rows is not None:
             add_history(output, rows)
-    except OSError as error:
-        raise StateFileError(
-            "the snapshot cannot be written",
-            file=output,
-            found=error,
-            help="choose another file with -o",
-        ) from error
     typer.echo(f"written   {output}")
 
 

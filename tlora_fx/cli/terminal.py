@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from tlora_fx.errors import DumpNotWritable, ReportNotWritable, printable
+from tlora_fx.errors import DumpNotWritable, ReportNotWritable, errors_as, printable
 from tlora_fx.host.durable import write_output
 
 EVERY_SECONDS = 5.0
@@ -93,26 +93,15 @@ class Working:
 
 def write_file(path: Path, text: str, what: str, help: str) -> None:
     """Write what is told of a run into a file; raises ReportNotWritable."""
-    try:
+    with errors_as(ReportNotWritable, f"{what} cannot be written", file=path, help=help):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_output(path, text.encode())
-    except OSError as error:
-        what = f"{what} cannot be written"
-        raise ReportNotWritable(what, file=path, found=error, help=help) from error
 
 
-@contextmanager
-def writing_graphs(path: Path) -> Iterator[None]:
+def writing_graphs(path: Path) -> AbstractContextManager[None]:
     """Inside, graphs are written to a file or folder; raises DumpNotWritable where that fails."""
-    try:
-        yield
-    except OSError as error:
-        raise DumpNotWritable(
-            "the graphs cannot be written",
-            file=path,
-            found=error,
-            help="choose another file with -o, or free disk space",
-        ) from error
+    help = "choose another file with -o, or free disk space"
+    return errors_as(DumpNotWritable, "the graphs cannot be written", file=path, help=help)
 
 
 def bare_table(*titles: str, right: Collection[str] = ()) -> Table:

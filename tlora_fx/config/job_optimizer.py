@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tlora_fx.config.fields import ADAM_LIKE, OPTIMIZER_MODULES, OPTIMIZERS, WITH_BETAS
 from tlora_fx.config.functions import UserFunction, callable_of, offered_arguments
 from tlora_fx.config.job import Job
-from tlora_fx.errors import JobError
+from tlora_fx.errors import JobError, errors_as
 
 if TYPE_CHECKING:
     import torch
@@ -38,15 +38,10 @@ def optimizer_class(job: Job) -> Callable[..., torch.optim.Optimizer]:
     if isinstance(job.optim, UserFunction):
         return callable_of(job.optim, "optim", job.name)
     name, module = OPTIMIZERS[job.optim][0], OPTIMIZER_MODULES.get(job.optim, "torch.optim")
-    try:
+    what = f"the optimizer '{job.optim}' needs a library that is not installed"
+    help = "pip install 'tlora-fx[optimizers]'"
+    with errors_as(JobError, what, ImportError, job=job.name, help=help):
         found: type[torch.optim.Optimizer] = getattr(import_module(module), name)
-    except ImportError as error:
-        raise JobError(
-            f"the optimizer '{job.optim}' needs a library that is not installed",
-            job=job.name,
-            found=error,
-            help="pip install 'tlora-fx[optimizers]'",
-        ) from error
     return found
 
 

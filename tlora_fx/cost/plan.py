@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
-from tlora_fx.errors import PlanFileError, PlanNotForModel, TloraError
+from tlora_fx.errors import PlanFileError, PlanNotForModel, TloraError, errors_as
 from tlora_fx.host.durable import write_output
 
 if TYPE_CHECKING:
@@ -222,12 +222,9 @@ class Plan(BaseModel):
     def save(self, path: Path | str) -> None:
         """Write the plan as JSON, over another plan if one is there; raises PlanFileError."""
         require_free(Path(path))
-        try:
+        help = "choose another path"
+        with errors_as(PlanFileError, "a plan cannot be written", file=path, help=help):
             write_output(Path(path), (self.model_dump_json(indent=2) + "\n").encode())
-        except OSError as error:
-            raise PlanFileError(
-                "a plan cannot be written", file=path, found=error, help="choose another path"
-            ) from error
 
     @classmethod
     def load(cls, path: Path | str) -> Self:

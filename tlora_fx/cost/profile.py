@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 
 from tlora_fx.cost.hardware import LinkTier
 from tlora_fx.cost.plan import mistakes, require_replaceable
-from tlora_fx.errors import ProfileFileError
+from tlora_fx.errors import ProfileFileError, errors_as
 from tlora_fx.host.durable import write_output
 
 SCHEMA = 1
@@ -264,13 +264,10 @@ class Profile(_Part):
         """Write the profile as JSON; raises ProfileFileError."""
         text = self.model_dump_json(indent=1, by_alias=True, exclude_defaults=True)
         text = text.replace("{", f'{{\n "schema": {SCHEMA},', 1)
-        try:
+        help = "choose another path"
+        with errors_as(ProfileFileError, "a profile cannot be written", file=path, help=help):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             write_output(Path(path), (text + "\n").encode())
-        except OSError as error:
-            raise ProfileFileError(
-                "a profile cannot be written", file=path, found=error, help="choose another path"
-            ) from error
 
     @classmethod
     def load(cls, path: Path | str) -> Self:

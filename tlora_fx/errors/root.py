@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 #: What a terminal obeys instead of showing it: controls but tabs and ends of lines, other ends of
@@ -66,6 +67,28 @@ class TloraError(Exception):
     def with_notes(self) -> str:
         """The text, and below it the notes that were added."""
         return "\n  ".join([str(self), *getattr(self, "__notes__", ())])
+
+
+@contextmanager
+def errors_as(
+    kind: type[TloraError],
+    what: str,
+    *caught: type[Exception],
+    named: bool = False,
+    help: str = "",
+    **facts: object,
+) -> Iterator[None]:
+    """Inside, an error of others is raised as one of ours, with its text in `found`.
+
+    caught   kinds of errors; by default OSError
+    named    the name of its class stands before its text
+    """
+    kinds = caught or (OSError,)
+    try:
+        yield
+    except kinds as error:
+        found = f"{type(error).__name__}: {error}" if named else error
+        raise kind(what, help=help, **facts, found=found) from error
 
 
 def _again(kind: type[TloraError], what: str, help: str, facts: Mapping[str, str]) -> TloraError:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlora_fx.config.pipeline_text import require_graph_file
-from tlora_fx.errors import GraphFileNotReadable
+from tlora_fx.errors import GraphFileNotReadable, errors_as
 from tlora_fx.graph_file.parser import is_as_written, left_out, parse, stored_forms
 from tlora_fx.graph_file.printer import Printer
 from tlora_fx.host.durable import write_output
@@ -140,12 +140,11 @@ def load_document(path: Path) -> Document:
     """Read a document of a file or folder; raises GraphFileNotReadable."""
     require_graph_file(path)
     file = _file(path)
-    try:
+    with errors_as(
+        GraphFileNotReadable, "the graph file cannot be read", OSError, UnicodeDecodeError,
+        file=file, help="write it anew",
+    ):  # fmt: skip
         return Document(file.read_text(encoding="utf-8"), str(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise GraphFileNotReadable(
-            "the graph file cannot be read", file=file, found=error, help="write it anew"
-        ) from error
 
 
 def _file(path: Path) -> Path:

@@ -19,7 +19,7 @@ import torch
 
 from tlora_fx.codegen.kernels import build, emitter
 from tlora_fx.codegen.spec import DTYPES, MAX_SITES, KernelSpec, Kind
-from tlora_fx.errors import DumpNotWritable, GraphNotStorable, KernelSpecError
+from tlora_fx.errors import DumpNotWritable, GraphNotStorable, KernelSpecError, errors_as
 from tlora_fx.graph_file import SUFFIX, graph_text
 from tlora_fx.host.durable import replace_file
 from tlora_fx.inspect.joint import render_joint
@@ -101,7 +101,10 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
             file=folder / there[0],
             help="choose another folder with -o, or move the file away",
         )
-    try:
+    with errors_as(
+        DumpNotWritable, "the folder for the compiled model cannot be written",
+        folder=folder, help="choose another folder with -o, or free disk space",
+    ):  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         _clear(folder / STAGES_FOLDER, _STAGE)
         for inner in {str(Path(name).parent) for name in files}:
@@ -109,13 +112,6 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
         for name, text in files.items():
             replace_file(folder / name, text.encode())
         _clear(folder / KERNELS, _KERNEL, {Path(name).name for name in files})
-    except OSError as error:
-        raise DumpNotWritable(
-            "the folder for the compiled model cannot be written",
-            folder=folder,
-            found=error,
-            help="choose another folder with -o, or free disk space",
-        ) from error
 
 
 def _graph_file(model: SuperModel) -> dict[str, str]:

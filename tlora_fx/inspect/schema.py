@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
-from tlora_fx.errors import DumpNotReadable, DumpNotWritable
+from tlora_fx.errors import DumpNotReadable, DumpNotWritable, errors_as
 from tlora_fx.host.durable import write_output
 
 SCHEMA: Literal[1] = 1
@@ -95,16 +95,10 @@ def write_file(path: Path, text: str, what: str) -> None:
     what      what cannot be written where it fails, such as "the page"
     raises    DumpNotWritable
     """
-    try:
+    help = "name another file, or free disk space"
+    with errors_as(DumpNotWritable, f"{what} cannot be written", file=path, help=help):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_output(path, text.encode())
-    except OSError as error:
-        raise DumpNotWritable(
-            f"{what} cannot be written",
-            file=path,
-            found=error,
-            help="name another file, or free disk space",
-        ) from error
 
 
 def _first_mistake(error: ValueError) -> str:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tlora_fx.errors import StoredFormWrong
+from tlora_fx.errors import StoredFormWrong, errors_as
 from tlora_fx.ir.graph import Pieces, TensorRef
 
 Form = Callable[..., Tensor]
@@ -87,18 +87,14 @@ def stored_value(ref: TensorRef, *base: Tensor) -> Tensor:
 
 def _form(ref: TensorRef) -> Form:
     module, _, name = ref.form.partition(":")
-    try:
+    with errors_as(
+        StoredFormWrong, "the function of a stored form cannot be found",
+        ImportError, AttributeError, named=True,
+        tensor=ref.name, form=ref.form, help="install the package that the pass comes from",
+    ):  # fmt: skip
         function: Any = import_module(module)
         for part in name.split("."):
             function = getattr(function, part)
-    except (ImportError, AttributeError) as error:
-        raise StoredFormWrong(
-            "the function of a stored form cannot be found",
-            tensor=ref.name,
-            form=ref.form,
-            found=f"{type(error).__name__}: {error}",
-            help="install the package that the pass comes from",
-        ) from error
     return cast(Form, function)
 
 

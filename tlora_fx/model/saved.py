@@ -18,7 +18,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.export import ExportedProgram
 
 from tlora_fx.config.job import Job
-from tlora_fx.errors import FolderNotLoadable
+from tlora_fx.errors import FolderNotLoadable, errors_as
 from tlora_fx.host.version import __version__
 from tlora_fx.ir.graph import GroupGraph, TensorRef
 
@@ -61,15 +61,11 @@ class SavedModel(BaseModel):
     @classmethod
     def read(cls, path: Path) -> SavedModel:
         """Read a file; raises FolderNotLoadable."""
-        try:
+        with errors_as(
+            FolderNotLoadable, "the folder holds no compiled model", OSError, ValidationError,
+            file=path, help="name a folder that `tlora-fx compile` wrote from jobs on a named base",
+        ):  # fmt: skip
             return cls.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
-            raise FolderNotLoadable(
-                "the folder holds no compiled model",
-                file=path,
-                found=error,
-                help="name a folder that `tlora-fx compile` wrote from jobs on a named base",
-            ) from error
 
 
 def saved_model(group: GroupGraph, jobs: Iterable[Job]) -> SavedModel:
@@ -167,17 +163,14 @@ def load_program(path: str | Path) -> ExportedProgram:
     """
     import tlora_fx.ops  # noqa: F401  (registers the operators)
 
-    try:
-        with zipfile.ZipFile(path) as archive:
-            name = next(name for name in archive.namelist() if name.endswith(f"/{NEEDS}"))
-            needs = TypeAdapter(list[Requirement]).validate_json(archive.read(name))
-    except (OSError, zipfile.BadZipFile, StopIteration, ValidationError) as error:
-        raise FolderNotLoadable(
-            "the file holds no exported model",
-            file=path,
-            found=f"{type(error).__name__}: {error}",
-            help="name a file that save_program wrote",
-        ) from error
+    unreadable = errors_as(
+        FolderNotLoadable, "the file holds no exported model",
+        OSError, zipfile.BadZipFile, StopIteration, ValidationError, named=True,
+        file=path, help="name a file that save_program wrote",
+    )  # fmt: skip
+    with unreadable, zipfile.ZipFile(path) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(f"/{NEEDS}"))
+        needs = TypeAdapter(list[Requirement]).validate_json(archive.read(name))
     for item in needs:
         bring(item)
     return torch.export.load(path)

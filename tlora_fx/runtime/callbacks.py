@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlora_fx.errors import CallbackWrong
+from tlora_fx.errors import CallbackWrong, errors_as
 from tlora_fx.runtime.user_code import told_with_line, user_object
 
 if TYPE_CHECKING:
@@ -145,15 +145,10 @@ def callback_named(name: str) -> TrainerCallback:
 
     raises    CallbackWrong
     """
-    try:
+    help = "write FILE.py:CLASS, a subclass of tlora_fx.TrainerCallback without arguments"
+    what = "a callback cannot be made"
+    with errors_as(CallbackWrong, what, Exception, named=True, callback=name, help=help):
         callback = user_object(name)()
-    except Exception as error:
-        raise CallbackWrong(
-            "a callback cannot be made",
-            callback=name,
-            found=f"{type(error).__name__}: {error}",
-            help="write FILE.py:CLASS, a subclass of tlora_fx.TrainerCallback without arguments",
-        ) from error
     if not isinstance(callback, TrainerCallback):
         raise CallbackWrong(
             "a callback is no tlora_fx.TrainerCallback",

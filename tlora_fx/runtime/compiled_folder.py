@@ -14,7 +14,7 @@ from torch import Tensor
 import tlora_fx.ops  # noqa: F401  (registers the operators that graph files name)
 from tlora_fx.compiler import prepare
 from tlora_fx.config.job import Job
-from tlora_fx.errors import FolderNotLoadable
+from tlora_fx.errors import FolderNotLoadable, errors_as
 from tlora_fx.graph_file import load_graphs
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.model.backbone import Backbone
@@ -76,15 +76,12 @@ def load(
 
 def _jobs(saved: SavedModel, folder: Path, checkpoint: str | Path | None) -> list[Job]:
     """The jobs; on another checkpoint where one is named."""
-    try:
+    with errors_as(
+        FolderNotLoadable, "a job of the compiled model cannot be read", ValidationError,
+        file=folder / SavedModel.FILE,
+        help="a base whose files moved is named by weights=..., else compile again",
+    ):  # fmt: skip
         jobs = [Job.model_validate(item) for item in saved.jobs]
-    except ValidationError as error:
-        raise FolderNotLoadable(
-            "a job of the compiled model cannot be read",
-            file=folder / SavedModel.FILE,
-            found=error,
-            help="a base whose files moved is named by weights=..., else compile again",
-        ) from error
     if checkpoint is None:
         return jobs
     other = {"model": os.fspath(checkpoint), "config": None}

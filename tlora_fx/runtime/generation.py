@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tlora_fx.config.job import Job
 from tlora_fx.cost.plan import Plan
-from tlora_fx.errors import GenerationError
+from tlora_fx.errors import GenerationError, errors_as
 from tlora_fx.model.backbone import (
     Backbone,
     build_skeleton,
@@ -160,16 +160,13 @@ class AdapterGenerator:
                 help="ask with a text as it is: tlora-fx generate --no-chat --prompt TEXT",
             )
         rows = [dict(message) for message in prompt]
-        try:
+        with errors_as(
+            GenerationError, "the chat template refuses the messages", Exception, named=True,
+            help="give them as the template wants them, or ask with a text as it is",
+        ):  # fmt: skip
             told: Any = self.tokenizer.apply_chat_template(
                 rows, add_generation_prompt=True, tokenize=True, return_dict=True
             )
-        except Exception as error:
-            raise GenerationError(
-                "the chat template refuses the messages",
-                found=f"{type(error).__name__}: {error}",
-                help="give them as the template wants them, or ask with a text as it is",
-            ) from error
         return list(told["input_ids"])
 
     def ask(self, name: str, text: str, *, chat: bool | None = None) -> Prompt:

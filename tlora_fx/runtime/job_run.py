@@ -17,7 +17,7 @@ from torch import Tensor
 from tlora_fx.config.adapter_folder import CONFIG
 from tlora_fx.config.halving import HALVED
 from tlora_fx.config.job import DataSpec, Job
-from tlora_fx.errors import MetricFunctionError, RunFolderError, TloraError
+from tlora_fx.errors import MetricFunctionError, RunFolderError, TloraError, errors_as
 from tlora_fx.host.durable import link_or_copy, replace_file
 from tlora_fx.host.phases import StartRecord
 from tlora_fx.host.storage import until_there_is_room
@@ -431,18 +431,14 @@ class JobRun(Member):
         if not self.folder.writes:
             return {}
         folder = self.folder.job(self.job.name)
-        try:
+        with errors_as(
+            RunFolderError, "a job's folder cannot be written",
+            folder=folder, help="free space, or choose another folder with -o",
+        ):  # fmt: skip
             folder.mkdir(parents=True, exist_ok=True)
             self._tokenizer_files = save_tokenizer(self.data.tokenizer, folder, tokenizer_files)
             replace_file(folder / DATA, json.dumps(described_data(self.data), indent=1).encode())
             replace_file(folder / JOB, self._described())
-        except OSError as error:
-            raise RunFolderError(
-                "a job's folder cannot be written",
-                folder=folder,
-                found=error,
-                help="free space, or choose another folder with -o",
-            ) from error
         self.write_status()
         return self._tokenizer_files
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tlora_fx.config.adapter_folder import CONFIG, read_adapter_config
 from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import kind_of, register_tuner
-from tlora_fx.errors import RunFolderError, TokenizerNotLoadable, nearest
+from tlora_fx.errors import RunFolderError, TokenizerNotLoadable, errors_as, nearest
 from tlora_fx.runtime.run_folder import JOB, require_new
 
 if TYPE_CHECKING:
@@ -68,16 +68,12 @@ def job_of(adapter: Path) -> Job:
     raises   RunFolderError where nothing says which
     """
     read_adapter_config(adapter)
-    try:
+    with errors_as(
+        RunFolderError, "nothing says which base an adapter belongs to", OSError, ValueError,
+        folder=adapter, expected=JOB,
+        help="adapters of tlora-fx train have it; merge others with PEFT",
+    ):  # fmt: skip
         return Job.model_validate(json.loads((adapter / JOB).read_bytes()))
-    except (OSError, ValueError) as error:
-        raise RunFolderError(
-            "nothing says which base an adapter belongs to",
-            folder=adapter,
-            expected=JOB,
-            found=error,
-            help="adapters of tlora-fx train have it; merge others with PEFT",
-        ) from error
 
 
 def merge(adapter: Path, output: Path, shard_size: str = "5GB") -> Path:

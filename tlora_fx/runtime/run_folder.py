@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from tlora_fx.errors import MetricsError, RunFolderError, nearest
+from tlora_fx.errors import MetricsError, RunFolderError, errors_as, nearest
 from tlora_fx.host.durable import replace_file, sync_folder
 from tlora_fx.host.formats import read_object, require_known_stamp, stamp
 from tlora_fx.host.phases import StartRecord
@@ -260,15 +260,12 @@ class RunFolder:
         """
         if not self.writes:
             return
-        try:
+        with errors_as(
+            RunFolderError, "the run's folder cannot hold from which round on layers are compiled",
+            file=self.path / COMPILED,
+            help="free space or mend the permissions, then go on with --resume",
+        ):  # fmt: skip
             replace_file(self.path / COMPILED, (json.dumps(record) + "\n").encode())
-        except OSError as error:
-            raise RunFolderError(
-                "the run's folder cannot hold from which round on layers are compiled",
-                file=self.path / COMPILED,
-                found=error,
-                help="free space or mend the permissions, then go on with --resume",
-            ) from error
 
     def compiled_round(self) -> int | None:
         """How many rounds ran before layers were compiled; None where that is not kept.

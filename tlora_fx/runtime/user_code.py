@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tlora_fx.config.functions import UserFunction
-from tlora_fx.errors import MetricFunctionError
+from tlora_fx.errors import MetricFunctionError, errors_as
 
 
 def user_object(name: str) -> Any:
@@ -38,16 +38,12 @@ def find_function(name: str | UserFunction, job: str) -> Callable[..., Any]:
             function=name,
             help="make the job in Python: Job(compute_metrics=...)",
         )
-    try:
+    with errors_as(
+        MetricFunctionError, "a metric function cannot be imported", Exception, named=True,
+        job=job, function=name,
+        help="write FILE.py:FUNCTION, or MODULE:FUNCTION of what is installed",
+    ):  # fmt: skip
         function = user_object(name)
-    except Exception as error:
-        raise MetricFunctionError(
-            "a metric function cannot be imported",
-            job=job,
-            function=name,
-            found=f"{type(error).__name__}: {error}",
-            help="write FILE.py:FUNCTION, or MODULE:FUNCTION of what is installed",
-        ) from error
     if not callable(function):
         raise MetricFunctionError("a metric function is no function", job=job, function=name)
     return function  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from tlora_fx.compiler import Prepared, fuse, resolve_pipeline
-from tlora_fx.errors import ReplayNotReadable, TloraError
+from tlora_fx.errors import ReplayNotReadable, TloraError, errors_as
 from tlora_fx.graph_file import from_document, load_document, save_document, to_document
 from tlora_fx.host.durable import replace_file
 from tlora_fx.host.version import __version__
@@ -112,7 +112,11 @@ def load_replay(folder: Path) -> RecordedFailure:
             expected=path,
             help="name the folder that the error's last line names",
         )
-    try:
+    with errors_as(
+        ReplayNotReadable, "the replay folder cannot be read",
+        OSError, ValueError, RecursionError, ValidationError,
+        file=path, help="the file is damaged; compile again to write it anew",
+    ):  # fmt: skip
         data: Any = json.loads(path.read_text(encoding="utf-8"))
         number = data.get("format") if isinstance(data, dict) else None
         if number != FORMAT:
@@ -124,13 +128,6 @@ def load_replay(folder: Path) -> RecordedFailure:
                 help="replay it with the version that wrote it",
             )
         return TypeAdapter(RecordedFailure).validate_python(data)
-    except (OSError, ValueError, RecursionError, ValidationError) as error:
-        raise ReplayNotReadable(
-            "the replay folder cannot be read",
-            file=path,
-            found=error,
-            help="the file is damaged; compile again to write it anew",
-        ) from error
 
 
 def versions() -> dict[str, str]:
@@ -215,16 +212,13 @@ def _event(
 def _instruments(record: RecordedFailure, folder: Path) -> list[Instrument]:
     if record.verify != "numerics":
         return []
-    try:
+    with errors_as(
+        ReplayNotReadable, "the numbers of the replay folder cannot be read",
+        OSError, TypeError, SafetensorError, named=True,
+        file=folder / BUFFERS, help="compile again to write it anew",
+    ):  # fmt: skip
         numerics = Numerics(**record.numerics)  # type: ignore[arg-type]
         numerics.take(safetensors.torch.load((folder / BUFFERS).read_bytes()))
-    except (OSError, TypeError, SafetensorError) as error:
-        raise ReplayNotReadable(
-            "the numbers of the replay folder cannot be read",
-            file=folder / BUFFERS,
-            found=f"{type(error).__name__}: {error}",
-            help="compile again to write it anew",
-        ) from error
     return [numerics]
 
 

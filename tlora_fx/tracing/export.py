@@ -19,12 +19,7 @@ from torch import Tensor, fx, nn
 
 from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import kind_of
-from tlora_fx.errors import (
-    BaseNotTraceable,
-    GraphInvalid,
-    JobError,
-    TloraError,
-)
+from tlora_fx.errors import BaseNotTraceable, GraphInvalid, JobError, TloraError, errors_as
 from tlora_fx.host.memory import total_bytes
 from tlora_fx.ir.graph import (
     INPUTS,
@@ -291,16 +286,12 @@ def _require_memory(model: nn.Module, job: Job, config: LoraConfig) -> None:
 def _wrap(model: nn.Module, job: Job, config: LoraConfig, backbone: Backbone) -> nn.Module:
     """PEFT's own wrapping; what the job trains of the base itself becomes the job's own tensor."""
     _require_memory(model, job, config)
-    try:
+    what = f"PEFT refuses the fields of {kind_of(job.lora_fields)} on this base"
+    with errors_as(
+        JobError, what, ValueError, TypeError, job=job.name, base=backbone.title,
+        help="name other linear modules in lora.target_modules",
+    ):  # fmt: skip
         wrapped = wrap_with_peft(model, config, job.adapter_dtype)
-    except (ValueError, TypeError) as error:
-        raise JobError(
-            f"PEFT refuses the fields of {kind_of(job.lora_fields)} on this base",
-            job=job.name,
-            base=backbone.title,
-            found=error,
-            help="name other linear modules in lora.target_modules",
-        ) from error
     wrapped.train()
     make_traceable(wrapped)
     for module in wrapped.modules():

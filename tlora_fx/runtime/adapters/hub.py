@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tlora_fx.errors import HubError
+from tlora_fx.errors import HubError, errors_as
 
 #: Of an adapter's folder: what PEFT and transformers read, and the card. What else lies there
 #: (metrics, the job with its paths) is nobody's business.
@@ -27,7 +27,11 @@ def push(folder: Path, repository: str, files: Sequence[str] | None = None) -> s
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
-    try:
+    with errors_as(
+        HubError, "nothing is pushed to the hub", Exception, named=True,
+        folder=folder, repository=repository,
+        help="log in by `hf auth login` or HF_TOKEN, and name USER/NAME",
+    ):  # fmt: skip
         made = api.create_repo(repository, private=True, exist_ok=True)
         told = api.upload_folder(
             repo_id=made.repo_id,
@@ -35,12 +39,4 @@ def push(folder: Path, repository: str, files: Sequence[str] | None = None) -> s
             allow_patterns=None if files is None else list(files),
             commit_message=f"Upload {folder.name} by tlora-fx",
         )
-    except Exception as error:
-        raise HubError(
-            "nothing is pushed to the hub",
-            folder=folder,
-            repository=repository,
-            found=f"{type(error).__name__}: {error}",
-            help="log in by `hf auth login` or HF_TOKEN, and name USER/NAME",
-        ) from error
     return str(told)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from tlora_fx.config.base_files import safetensors_header, weight_files
 from tlora_fx.config.job import BaseSpec
-from tlora_fx.errors import BaseFileDamaged
+from tlora_fx.errors import BaseFileDamaged, errors_as
 from tlora_fx.host.kept_objects import KeptObjects
 
 if TYPE_CHECKING:
@@ -57,16 +57,11 @@ def base_digests(spec: BaseSpec, *, whole: bool = False) -> dict[str, str] | Non
     digests: dict[str, str] = {}
     kind = "tensors-whole" if whole else "tensors-sampled"
     for path in files:
-        try:
+        with errors_as(
+            BaseFileDamaged, "a file of the base's weights cannot be read", OSError, ValueError,
+            named=True, base=spec.model, file=path, help="copy or download the base again",
+        ):  # fmt: skip
             kept = _kept(path, kind, lambda file: dict(_of_tensors(file, whole)))
-        except (OSError, ValueError) as error:
-            raise BaseFileDamaged(
-                "a file of the base's weights cannot be read",
-                base=spec.model,
-                file=path,
-                found=f"{type(error).__name__}: {error}",
-                help="copy or download the base again",
-            ) from error
         assert isinstance(kept, dict)
         digests |= kept
     return digests

@@ -27,7 +27,7 @@ from tlora_fx.config.base_spec import is_written_as_path
 from tlora_fx.config.hub import why_offline
 from tlora_fx.config.job import DataSpec, Job
 from tlora_fx.config.paths import is_file, is_folder, is_pattern, is_there
-from tlora_fx.errors import DataFileError, nearest
+from tlora_fx.errors import DataFileError, errors_as, nearest
 from tlora_fx.runtime.data.text_files import (
     COMPRESSED,
     DataRow,
@@ -190,15 +190,11 @@ def _reader(path: Path, job: str) -> Reader:
 
 def _require_parquet(path: Path, job: str) -> None:
     """Refuse a file that does not begin and end as Parquet does; raises DataFileError."""
-    try:
-        with path.open("rb") as file:
-            first, size = file.read(len(_PARQUET)), file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - len(_PARQUET)))
-            last = file.read()
-    except OSError as error:
-        raise DataFileError(
-            "the data file cannot be read", path=path, job=job, found=error
-        ) from error
+    unreadable = errors_as(DataFileError, "the data file cannot be read", path=path, job=job)
+    with unreadable, path.open("rb") as file:
+        first, size = file.read(len(_PARQUET)), file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - len(_PARQUET)))
+        last = file.read()
     if (first, last) != (_PARQUET, _PARQUET):
         raise DataFileError(
             "the data file is no Parquet that can be read",
