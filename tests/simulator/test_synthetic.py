@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from tlora_fx.errors import MarginalsFileError, ReplayChoiceWrong
 from tlora_fx.simulator.synthetic import (
+    MOST,
     Draw,
     fit_of_file,
     generate,
@@ -126,10 +128,20 @@ def test_a_step_of_the_distribution_is_its_roundest_number():
     assert [rounder(511, 513), rounder(47, 49), rounder(8, 15), rounder(0, 1)] == [512, 48, 12, 1]
 
 
-def test_what_cannot_be_drawn_is_refused():
-    """No jobs."""
+@pytest.mark.parametrize(
+    "draw", [Draw(0), Draw(1, intensity=1e-300), Draw(1, burstiness=1e308), Draw(1, float("inf"))]
+)
+def test_what_cannot_be_drawn_is_refused(draw):
+    """No jobs, and arrivals that numbers cannot hold."""
     with pytest.raises(ReplayChoiceWrong, match="cannot be drawn"):
-        generate(shipped_fit(), Draw(0))
+        generate(shipped_fit(), draw)
+
+
+def test_the_greatest_changes_of_arrivals_can_be_drawn():
+    """And the least."""
+    for intensity, burstiness in itertools.product((1 / MOST, MOST), repeat=2):
+        trace = generate(shipped_fit(), Draw(100, intensity, burstiness))
+        assert all(0 <= job.submitted < 1e15 and job.month >= 0 for job in trace.jobs)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"source": "x"}', '{"log_weights": []}'])
