@@ -14,7 +14,7 @@ from tlora_fx.cost.hardware import gpu_of_device
 from tlora_fx.cost.load import Load
 from tlora_fx.cost.step_time import CostModel
 from tlora_fx.errors import ProfileFileError, errors_as
-from tlora_fx.host.durable import replace_file
+from tlora_fx.host.durable import write_output
 
 # What the file formats of other planners have in common: a layer's times by batch and tp.
 #
@@ -90,8 +90,7 @@ def write_json(path: Path, data: Mapping[str, Any]) -> Path:
     """Write one of their files; raises ProfileFileError."""
     what = "a file for another planner cannot be written"
     with errors_as(ProfileFileError, what, file=path, help="choose another folder"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, (json.dumps(data, indent=4) + "\n").encode())
+        write_output(path, (json.dumps(data, indent=4) + "\n").encode())
     return path
 
 

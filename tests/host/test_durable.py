@@ -34,6 +34,13 @@ def test_writers_of_one_name_do_not_meet(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["kept"]
 
 
+def test_output_gets_a_folder_of_its_own(tmp_path):
+    """A user need not make it."""
+    write_output(tmp_path / "new" / "folder" / "file", b"new")
+
+    assert (tmp_path / "new" / "folder" / "file").read_bytes() == b"new"
+
+
 def test_output_goes_through_a_link_to_the_file_behind_it(tmp_path):
     """The link stays one."""
     (tmp_path / "file").write_bytes(b"old")

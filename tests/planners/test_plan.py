@@ -55,12 +55,12 @@ def model(base: Any) -> SuperModel:
 
 
 def test_a_plan_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    """A plan's file holds all of it."""
+    """All of it, in a folder that was not there."""
     plan = Plan(planner="pipeline", mesh=MeshShape(pp=2, dp=3), cuts=(4,), micro_batches=8)
 
-    plan.save(tmp_path / "plan.json")
+    plan.save(tmp_path / "plans" / "plan.json")
 
-    assert Plan.load(tmp_path / "plan.json") == plan
+    assert Plan.load(tmp_path / "plans" / "plan.json") == plan
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,6 @@ def state(
     rows = rows_of_run(run)
     help = "choose another file with -o"
     with errors_as(StateFileError, "the snapshot cannot be written", file=output, help=help):
-        output.parent.mkdir(parents=True, exist_ok=True)
         write_output(output, content)
         if rows is not None:
             add_history(output, rows)

@@ -94,7 +94,6 @@ class Working:
 def write_file(path: Path, text: str, what: str, help: str) -> None:
     """Write what is told of a run into a file; raises ReportNotWritable."""
     with errors_as(ReportNotWritable, f"{what} cannot be written", file=path, help=help):
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_output(path, text.encode())
 
 

@@ -266,7 +266,6 @@ class Profile(_Part):
         text = text.replace("{", f'{{\n "schema": {SCHEMA},', 1)
         help = "choose another path"
         with errors_as(ProfileFileError, "a profile cannot be written", file=path, help=help):
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
             write_output(Path(path), (text + "\n").encode())
 
     @classmethod

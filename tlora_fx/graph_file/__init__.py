@@ -132,7 +132,6 @@ def load_graphs(path: str | Path) -> JobGraph | GroupGraph:
 def save_document(document: Document, path: Path) -> None:
     """Write a document into a file or folder; raises OSError."""
     file = _file(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
     write_output(file, document.text.encode())
 
 

@@ -62,11 +62,12 @@ def _replace(path: Path, fresh: Path, data: bytes | memoryview) -> None:
 def write_output(path: Path, data: bytes) -> None:
     """Put content where a user wants it, who may name a link, a pipe or a device.
 
-    A file is replaced as `replace_file` does it, behind a link the file that it leads to. What
-    cannot be replaced, such as /dev/stdout, is written to.
+    Its folder is made where there is none. A file is replaced as `replace_file` does it, behind a
+    link the file that it leads to. What cannot be replaced, such as /dev/stdout, is written to.
 
     raises   OSError; an old file then stays whole
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.parent in _STREAMS or (path.exists() and not path.is_file()):
         with path.open("ab") as stream:
             stream.write(data)

@@ -97,7 +97,6 @@ def write_file(path: Path, text: str, what: str) -> None:
     """
     help = "name another file, or free disk space"
     with errors_as(DumpNotWritable, f"{what} cannot be written", file=path, help=help):
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_output(path, text.encode())
 
 

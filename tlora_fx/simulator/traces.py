@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from tlora_fx.cost.load import Demand
 from tlora_fx.errors import TraceColumnMissing, TraceEmpty, TraceFileError, TraceRowsWrong, nearest
+from tlora_fx.host.durable import write_output
 from tlora_fx.inspect.wording import spans
 from tlora_fx.scheduler.state import REQUEST, JobRequest
 
@@ -600,8 +601,7 @@ def write_own(
     lines = (json.dumps(row) + "\n" for row in rows)
     text = _csv(rows) if path.suffix == ".csv" else "".join(lines)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_output(path, text.encode())
     except OSError as error:
         raise TraceFileError("the trace cannot be written", file=path, found=error) from None
 
