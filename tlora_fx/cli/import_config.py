@@ -11,7 +11,7 @@ from tlora_fx.cli.arguments.options import option, takes_options
 from tlora_fx.cli.terminal import echo
 from tlora_fx.config.imports import import_config
 from tlora_fx.config.paths import is_there
-from tlora_fx.errors import ImportRefused
+from tlora_fx.errors import ImportRefused, errors_as
 from tlora_fx.host.durable import write_output
 
 #: Longest line of what is told, in characters.
@@ -60,9 +60,6 @@ def run(
     if output is None:
         echo(made.text().rstrip("\n"))
         return
-    try:
+    with errors_as(ImportRefused, "the job file cannot be written", file=output):
         write_output(output, made.text().encode())
-    except OSError as error:
-        what = "the job file cannot be written"
-        raise ImportRefused(what, file=output, found=error.strerror or error) from None
     echo(f"{output} is written: {made.tool}, job {made.document['jobs'][0]['name']}", err=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from importlib.resources import files
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from tlora_fx.errors import ReportNotWritable
+from tlora_fx.errors import ReportNotWritable, errors_as
 from tlora_fx.host.durable import replace_file
 from tlora_fx.host.version import __version__
 from tlora_fx.inspect.wording import spans
@@ -540,21 +541,16 @@ def _cell(metric: Metric, outcomes: Sequence[ScenarioResult]) -> str:
 def require_folder(folder: Path) -> None:
     """Make the folder of a report, and write into it once; raises ReportNotWritable."""
     trial = folder / ".trial.tmp"
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         trial.write_bytes(b"")
         trial.unlink()
-    except OSError as error:
-        raise _not_writable(folder, error) from error
 
 
-def _not_writable(folder: Path, error: OSError) -> ReportNotWritable:
-    return ReportNotWritable(
-        "the report cannot be written",
-        folder=folder,
-        found=error.strerror or error,
-        help="name another folder with -o",
-    )
+def _writing(folder: Path) -> AbstractContextManager[None]:
+    """Inside, a folder that cannot be written to is told by ReportNotWritable."""
+    help = "name another folder with -o"
+    return errors_as(ReportNotWritable, "the report cannot be written", folder=folder, help=help)
 
 
 def write_report(report: Report, folder: Path) -> Path:
@@ -562,7 +558,7 @@ def write_report(report: Report, folder: Path) -> Path:
 
     raises    ReportNotWritable
     """
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for figure in report.figures:
             replace_file(folder / f"{figure.name}.csv", figure.csv().encode())
@@ -572,8 +568,6 @@ def write_report(report: Report, folder: Path) -> Path:
             replace_file(folder / GPUS_FILE, gpus_csv(report).encode())
         replace_file(folder / NUMBERS, numbers(report).encode())
         replace_file(folder / PAGE, page(report).encode())
-    except OSError as error:
-        raise _not_writable(folder, error) from error
     return folder / PAGE
 
 
