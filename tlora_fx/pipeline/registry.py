@@ -16,9 +16,9 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TypeVar, get_args
 
-from tlora_fx.config.pipeline_text import require_extension
+from tlora_fx.config.pipeline_text import require_extension, require_known
 from tlora_fx.config.plugins import Plugin, load_plugin, plugin_names, plugins_of
-from tlora_fx.errors import PipelineError, PluginBroken, nearest
+from tlora_fx.errors import PipelineError, PluginBroken
 from tlora_fx.pipeline.passes import NAME, GroupPass, JobPass, Numerics, Pass, options_of
 
 PASSES = "tlora_fx.passes"
@@ -63,15 +63,9 @@ def find_pass(name: str) -> type[Pass]:
     """
     if name in REGISTRY:
         return REGISTRY[name]
-    offered = [entry for entry in entry_points(group=PASSES) if entry.name == name]
-    if not offered:
-        known = pass_names()
-        raise PipelineError(
-            f"there is no pass '{name}'",
-            nearest=nearest(name, known),
-            help="known passes: " + ", ".join(known),
-        )
-    plugin = load_pass(offered[0])
+    require_known([name], pass_names())
+    offered = next(entry for entry in entry_points(group=PASSES) if entry.name == name)
+    plugin = load_pass(offered)
     if plugin.found is None:
         raise plugin.error(f"pass '{name}'")
     return plugin.found
