@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 
 from tests.clocks import machine  # noqa: F401  (a fixture)
 from tests.server.conftest import EXAMPLES, QUICKSTART, Asked, as_scheduled, job_file
-from tlora_fx.config.job_file import load_job_file
+from tlora_fx.config.job_file import load_job_file, read_yaml
 from tlora_fx.errors import QuotaReached
 from tlora_fx.scheduler.estimates import require_measured
 from tlora_fx.server import submission
@@ -74,6 +74,62 @@ def test_a_key_that_many_send_at_once_is_taken_once(asked):
 
     assert sorted(answer.status_code for answer in answers) == [200] * 5 + [201]
     assert len(list(it.service.store.inbox.iterdir())) == 1
+
+
+def test_a_submission_that_is_sent_twice_at_a_time_fills_its_own_quota_once(asked, monkeypatch):
+    """The one that is read later is told what the other one was."""
+    it = asked()
+    it.add("alice", jobs=1)
+    answers = []
+
+    def read(path):
+        monkeypatch.setattr(submission, "read_yaml", read_yaml)
+        answers.append(it.submit(job_file("a"), user="alice"))
+        return read_yaml(path)
+
+    monkeypatch.setattr(submission, "read_yaml", read)
+    answers.append(it.submit(job_file("a"), user="alice"))
+
+    assert [answer.status_code for answer in answers] == [201, 200]
+    assert answers[1].json()["jobs"] == ["alice.a"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "jobs", "read"),
+    [
+        ({"jobs": 0}, [{"name": "a"}], []),
+        ({"gpu_hours": 0.0}, [{"name": "a"}], []),
+        ({"jobs": 2}, [{"name": name} for name in "abc"], ["read_yaml"]),
+        (
+            {"jobs": 2},
+            [{"name": "a", "sweep": {"parameters": {"lora.r": [2, 4, 8]}}}],
+            ["read_yaml", "load_job_file"],
+        ),
+    ],
+    ids=["no job", "no hours", "entries", "sweep"],
+)
+def test_a_submission_beyond_the_quota_is_refused_before_the_costly_checks(
+    asked, monkeypatch, limits, jobs, read
+):
+    """Nothing is read of it once its jobs are known to be too many."""
+    it, calls = asked(), []
+    it.add("alice", **limits)
+    for name in ("read_yaml", "load_job_file"):
+        function = getattr(submission, name)
+        monkeypatch.setattr(
+            submission,
+            name,
+            lambda *given, name=name, function=function, **more: (
+                calls.append(name) or function(*given, **more)
+            ),
+        )
+    document = yaml.safe_load(job_file("a"))
+    shared = {key: value for key, value in document["jobs"][0].items() if key != "name"}
+    text = yaml.safe_dump({**document, "defaults": shared, "jobs": jobs})
+    answer = it.submit(text, user="alice")
+
+    assert (answer.status_code, calls) == (429, read), answer.text
+    assert not list((it.service.store.folder / "submitted").iterdir())
 
 
 def test_an_upload_is_found_by_its_name_in_the_job_file(asked, tmp_path, monkeypatch):

@@ -210,7 +210,7 @@ class ServiceStore(ServiceLedger):
             if known is not None:
                 return known
             replaced = self._require_free(names)
-            self._require_quota(user, len(names), priority)
+            self.require_quota(user, len(names), priority)
             for job in replaced:
                 self._remove(job, replaced=True)
             number, last = self._next_numbers(len(names))
@@ -609,7 +609,8 @@ class ServiceStore(ServiceLedger):
                 self._discard(self.folder.parent / name)
         return replaced
 
-    def _require_quota(self, user: User, jobs: int, priority: int) -> None:
+    def require_quota(self, user: User, jobs: int, priority: int) -> None:
+        """Refuse so many jobs more, or a priority, beyond a user's limits; raises QuotaReached."""
         if priority > user.priority:
             raise QuotaReached(
                 "the priority is above the user's limit",

@@ -254,12 +254,19 @@ class Intake:
         self.require_room()
         folder = self.store.folder / "submitted" / secrets.token_hex(12)
         try:
-            jobs = self._read(user, folder, job_file, files)
+            jobs = self._read(user, folder, job_file, files, priority)
             names = [full_name(user.name, job.name) for job in jobs]
             document = self._document(folder, jobs, names)
             submission = self.store.submit(
                 user, key, sha256, names, document, folder.name, priority
             )
+        except QuotaReached:
+            shutil.rmtree(folder, ignore_errors=True)
+            # What fills the quota may be this very submission, sent twice at a time.
+            known = self.store.replayed(user, key, sha256)
+            if known is None:
+                raise
+            return known
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -308,9 +315,14 @@ class Intake:
         part.replace(path)
 
     def _read(
-        self, user: User, folder: Path, job_file: str, files: Mapping[str, str]
+        self, user: User, folder: Path, job_file: str, files: Mapping[str, str], priority: int
     ) -> Sequence[Job]:
-        """The jobs of what was sent, in a folder of its own."""
+        """The jobs of what was sent, in a folder of its own.
+
+        The quota is looked at as soon as more is known of the number of jobs: what is checked of
+        each takes milliseconds.
+        """
+        self.store.require_quota(user, 1, priority)
         folder.mkdir(mode=0o700)
         path = folder / JOB_FILE
         try:
@@ -321,9 +333,11 @@ class Intake:
             self.place(user, folder, name, sha256)
         try:
             top = read_yaml(path).value
+            self.store.require_quota(user, max(1, _entries(top)), priority)
             patterns = self._require_inside(user, folder, top)
             matched = self._matched(user, folder, patterns)
             jobs = load_job_file(path, trust_remote_code=self.limits.trust_remote_code).jobs
+            self.store.require_quota(user, len(jobs), priority)
             require_distinct_names(jobs)
             self._require_data(folder, top, files, matched)
             _require_base(jobs[0].base)
@@ -561,6 +575,12 @@ def _stored_bytes(folder: Path, *, besides: str) -> int:
         for path in folder.iterdir()
         if path.suffix != ".part" and path.name != besides
     )
+
+
+def _entries(top: object) -> int:
+    """Entries of a job file's list of jobs; a sweep among them is more than one job."""
+    jobs = _at(top, "jobs")
+    return len(jobs) if isinstance(jobs, list) else 0
 
 
 def _paths(top: object) -> Iterator[tuple[str, str]]:
