@@ -255,6 +255,7 @@ def test_tokens_that_no_embedding_has_are_refused(tmp_path, ids, tied, said):
         resolve_sites(job, load_backbone(spec))
 
     assert said in str(told.value)
+    assert told.value.facts["job"] == "a"
 
 
 @pytest.mark.parametrize(

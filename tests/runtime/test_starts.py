@@ -307,8 +307,9 @@ def test_what_does_not_go_together_is_told(base, tmp_path):
     job = make_job(
         base, "a", lora={"init_lora_weights": "pissa", "target_modules": ["embed_tokens"]}
     )
-    with pytest.raises(UnknownTarget, match="'pissa' is of linear modules"):
+    with pytest.raises(UnknownTarget, match="'pissa' is of linear modules") as told:
         compile([job])
+    assert told.value.facts["job"] == "a"
     halved = replace(Mesh.alone("cpu"), shape=MeshShape(tp=2))
     with pytest.raises(NotElementwise, match="made of whole matrices"):
         require_elementwise([make_job(base, "a", lora={"init_lora_weights": "pissa"})], halved)

@@ -139,8 +139,9 @@ def test_a_head_that_cannot_follow_is_refused(base, lora, said):
     """Where the job trains it in another way too."""
     job = make_job(base, "a", lora=lora | {"trainable_token_indices": [1]})
 
-    with pytest.raises(UnknownTarget, match=said):
+    with pytest.raises(UnknownTarget, match=said) as told:
         resolve_sites(job, load_backbone(base))
+    assert told.value.facts["job"] == "a"
 
 
 def test_a_head_with_a_bias_is_refused(base):
@@ -151,3 +152,12 @@ def test_a_head_with_a_bias_is_refused(base):
 
     with pytest.raises(UnknownTarget, match="a bias, which PEFT leaves out"):
         resolve_sites(make_job(base, "a", lora={"trainable_token_indices": [1]}), backbone)
+
+
+def test_an_embedding_whose_a_stays_zero_is_refused(base):
+    """LoRA-FA freezes A, which an embedding starts as zeros."""
+    job = make_job(base, "a", lora={"target_modules": ["embed_tokens"]}, optim="lorafa")
+
+    with pytest.raises(UnknownTarget, match="freezes an embedding's A") as told:
+        resolve_sites(job, load_backbone(base))
+    assert told.value.facts["job"] == "a"

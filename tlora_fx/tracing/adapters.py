@@ -66,15 +66,15 @@ def _resolve(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
     modules = dict(backbone.model.named_modules())
     saved = list(config.modules_to_save or [])
     sites = {}
-    tokens = set(trained_tokens(config, backbone))
-    tokens |= {_tied_head(config, backbone, path) for path in tokens}
+    tokens = set(trained_tokens(job, config, backbone))
+    tokens |= {_tied_head(job, config, backbone, path) for path in tokens}
     for path, module in modules.items():
         if path and path in tokens:
             sites[path] = AdapterSite(path, 0, 0.0, 0.0, kind="tokens")
         elif any(path.endswith(name) for name in saved):
             sites[path] = AdapterSite(path, 0, 0.0, 0.0, kind="saved")
         elif path and check_target_module_exists(config, path):
-            sites[path] = _site(path, module, config, start)
+            sites[path] = _site(job, path, module, config, start)
         elif getattr(config, "bias", "none") == "all" and getattr(module, "bias", None) is not None:
             sites[path] = AdapterSite(path, 0, 0.0, 0.0, kind="bias")
     sites |= _parameter_sites(job, config, modules)
@@ -83,6 +83,7 @@ def _resolve(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
     if embeddings and job.optim == "lorafa":
         raise UnknownTarget(
             f"job '{job.name}' freezes an embedding's A, which starts as zeros",
+            job=job.name,
             found=first_of(embeddings, 1),
             help="leave the embedding out of target_modules, or take another optim than lorafa",
         )
@@ -142,7 +143,7 @@ def _unknown_parameter(job: Job, target: str, modules: dict[str, nn.Module]) -> 
     )
 
 
-def trained_tokens(config: Any, backbone: Backbone) -> dict[str, list[int]]:
+def trained_tokens(job: Job, config: Any, backbone: Backbone) -> dict[str, list[int]]:
     """The token ids that a job trains one by one, by the path of their embedding.
 
     raises    UnknownTarget for an embedding that the base does not have, or that has no such token
@@ -162,7 +163,8 @@ def trained_tokens(config: Any, backbone: Backbone) -> dict[str, list[int]]:
             unknown.append(f"token {max(ids)} of {modules[path].num_embeddings} in {path}")
     if unknown or not sites:
         raise UnknownTarget(
-            "single tokens are trained that the base's embeddings do not have",
+            f"job '{job.name}' trains tokens that the base's embeddings do not have",
+            job=job.name,
             found="; ".join(unknown) or "no embedding",
             expected=f"tokens of {', '.join(modules)}",
             help="correct trainable_token_indices, or train a copy by modules_to_save",
@@ -170,7 +172,7 @@ def trained_tokens(config: Any, backbone: Backbone) -> dict[str, list[int]]:
     return sites
 
 
-def _tied_head(config: Any, backbone: Backbone, path: str) -> str:
+def _tied_head(job: Job, config: Any, backbone: Backbone, path: str) -> str:
     """The path of the head that shares an embedding's weight, "" where none does.
 
     raises    UnknownTarget where PEFT does not let it follow the embedding's tokens
@@ -195,7 +197,8 @@ def _tied_head(config: Any, backbone: Backbone, path: str) -> str:
     for problem, applies in problems.items():
         if applies:
             raise UnknownTarget(
-                "single tokens are trained of an embedding whose head cannot follow them",
+                f"job '{job.name}' trains tokens of an embedding whose head cannot follow them",
+                job=job.name,
                 found=f"{name}, which shares the weight of {path}: {problem}",
                 help="drop trainable_token_indices, or take a base with tie_word_embeddings: false",
             )
@@ -349,7 +352,7 @@ def idle_patterns(job: Job, sites: dict[str, AdapterSite]) -> list[str]:
     return notes
 
 
-def _site(path: str, module: nn.Module, config: Any, start: bool | str) -> AdapterSite:
+def _site(job: Job, path: str, module: nn.Module, config: Any, start: bool | str) -> AdapterSite:
     from peft import PeftType
 
     if config.peft_type != PeftType.LORA:
@@ -366,6 +369,7 @@ def _site(path: str, module: nn.Module, config: Any, start: bool | str) -> Adapt
     if kind == "embedding" and isinstance(start, str) and start != "gaussian":
         raise UnknownTarget(
             f"a start by '{start}' is of linear modules",
+            job=job.name,
             found=path,
             help="leave the embedding out of target_modules, or take another start",
         )

@@ -613,7 +613,7 @@ class _Starter:
             return self._factor(name, parameter)
         if ".token_adapter." in path:
             module = path.partition(".token_adapter.")[0]
-            ids = trained_tokens(self.job.start_config(), self.model.backbone)[module]
+            ids = trained_tokens(self.job, self.job.start_config(), self.model.backbone)[module]
             return self.model.base_tensor_or_value(self.canonical[f"{module}.weight"])[ids]
         name = path.replace(".modules_to_save.default.", ".").replace(".base_layer.", ".")
         return self.model.base_tensor_or_value(self.canonical[name])
