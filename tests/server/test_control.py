@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import socket
@@ -16,9 +17,11 @@ import httpx
 import pytest
 import uvicorn
 
+from tests.scheduler.fake_admission import Prepared
+from tests.scheduler.fake_admission import request as fake_request
 from tests.scheduler.fake_worker import adapter_of
 from tests.scheduler.fork_here import ForkHere
-from tests.scheduler.run_folder import Prepared, audit, kill, options
+from tests.scheduler.run_folder import audit, kill, options
 from tests.scheduler.test_service import require_trained_once
 from tests.scheduler.toy import Roofline
 from tests.server.conftest import EXAMPLES, job_file, request
@@ -64,7 +67,7 @@ def run(it, script, *, slots=1):
     store = it.store
     as_served = options(
         linger=None, horizon=0.2, retries=False, removes_files=True,
-        submitters=Submitters(store.user_of_file, store.user_of_job, store.owns),
+        submitters=Submitters(store.user_of_file, store.user_of_job, store.wants),
     )  # fmt: skip
     with opened(
         it.store.inbox, output, Cluster(slots, slots, 1, "cpu"), policy_of("megatron"), Roofline(),
@@ -163,6 +166,43 @@ def _waits_for(file, job):
     """Restore a job once there is a file."""
     while not file.exists():
         time.sleep(0.01)
+
+
+def test_a_job_is_cancelled_before_it_is_prepared(tmp_path, monkeypatch):
+    """At once, whether it is being prepared, waits for that, or is in a file that is not read."""
+    it = made(tmp_path / "run")
+    monkeypatch.setattr(Prepared, "request", partial(_prepared_once, tmp_path / "go"))
+
+    def cancelled(name):
+        it.store.want(ME, name, "cancel")
+        yield from until(lambda: states(it)[name] == "cancelled")
+
+    def script():
+        for name in "abc":
+            submit(it, name, steps=5)
+        yield from until(lambda: all((it.folder / name).exists() for name in "abc"))
+        yield from until((it.folder / "admission" / "000002").exists)
+        for name in "abc":
+            yield from cancelled(name)
+        submit(it, "d", steps=5)
+        yield from cancelled("d")
+        it.intake.submit(ME, "again", job_file("a", "d", max_steps=3), {}, 0)
+        (tmp_path / "go").touch()
+        yield from until(lambda: {states(it)[name] for name in "ad"} == {"done"})
+        yield from until(lambda: not [*(it.folder / "admission").glob("0*")])
+
+    run(it, script)
+    assert {name: done(it, name) for name in "abcd"} == {
+        "a": [1, 2, 3], "b": [], "c": [], "d": [1, 2, 3],
+    }  # fmt: skip
+    assert states(it) == {"a": "done", "b": "cancelled", "c": "cancelled", "d": "done"}
+    assert json.loads((it.folder / "b" / "status.json").read_text())["status"] == "cancelled"
+
+
+def _prepared_once(file, job, now):
+    """Prepare a job once there is a file."""
+    _waits_for(file, job)
+    return fake_request(job, now)
 
 
 def test_a_name_of_a_cancelled_job_is_another_jobs(tmp_path):

@@ -170,7 +170,7 @@ def run(options: ServeCommandOptions) -> None:
     # What was refused is its user's to submit anew.
     service = replace(
         options.service(kind, estimates), retries=False, removes_files=True,
-        submitters=Submitters(store.user_of_file, store.user_of_job, store.owns),
+        submitters=Submitters(store.user_of_file, store.user_of_job, store.wants),
     )  # fmt: skip
     events = EventLog(store, cluster.unit)
     with opened(

@@ -190,8 +190,8 @@ class Submitters:
 
     of_file   user whose job file a path is; "": nobody's
     of_job    user of a job that a run goes on with, by its name; "": nobody's
-    wants     whether a job of a file is still wanted: a run that goes on may read a file of which
-              one job was removed
+    wants     whether a job of a file is still wanted: a file may be read after one of its jobs was
+              cancelled or removed
     """
 
     of_file: Callable[[Path], str] = lambda path: ""
@@ -558,20 +558,24 @@ class SchedulerService:
         match answer:
             case FileRead():
                 self._read(answer, now)
-            case JobPrepared():
+            case JobPrepared() if self._is_expected(answer.spec):
                 self._gather(now)
                 self._gathered.append(answer)
             case JobRestored():
                 self._restore(answer, now)
             case JobRefused(again=True):
                 self._park(answer.spec["name"], answer.reason, now)
-            case JobRefused():
+            case JobRefused() if self._is_expected(answer.spec):
                 self._refuse(answer.spec, answer.reason, now)
                 self._submitted(answer.spec["name"])
             case ProcessDied():
                 file = "" if answer.path is None else answer.path.name
                 jobs = [] if answer.spec is None else [answer.spec["name"]]
                 self.callback.retried(now, file, jobs, answer.reason, answer.seconds)
+
+    def _is_expected(self, spec: Mapping[str, Any]) -> bool:
+        """Whether a job that was prepared is still wanted; `withdraw` may have been faster."""
+        return self.specs.get(spec["name"]) is spec
 
     def _read(self, answer: FileRead, now: float) -> None:
         """A file's jobs are prepared, all but those that are known or cannot be called so."""
@@ -682,11 +686,14 @@ class SchedulerService:
                 folder.write_status(job, {"status": status, "step": 0} | more)
 
     def _restate_active(self, status: str) -> None:
-        """Say how jobs that have not ended stand, if no group trains; a full disk stops no run."""
-        folder = RunFolder(self.folder.path)
+        """Say how jobs that have not ended stand, if no group trains."""
         for record in self.ledger.active_jobs():
-            with suppress(OSError, TloraError):
-                folder.restate(record.name, status)
+            self._restate(record.name, status)
+
+    def _restate(self, job: str, status: str) -> None:
+        """Say anew how a job of which something was said stands; a full disk stops no run."""
+        with suppress(OSError, TloraError):
+            RunFolder(self.folder.path).restate(job, status)
 
     def _submitted(self, name: str) -> None:
         """What is to be known of a job is in the ledger."""
@@ -736,8 +743,27 @@ class SchedulerService:
         self.loop.cancel(name)
         self._left.pop(name, None)
         self._restored = {p: left for p, left in self._restored.items() if left.name != name}
+        self._restate(name, "cancelled")
         self.callback.cancelled(now, name)
         return True
+
+    def withdraw(self, name: str, reason: str, now: float) -> None:
+        """Take back a job of which the ledger knows nothing yet: it is not prepared any more.
+
+        Where its file is not read yet, `Submitters.wants` has to leave it out then.
+
+        raises   LedgerError
+        """
+        spec = self.specs.get(name, {})
+        # First the ledger, as everywhere: a run that is killed here prepares the others alone.
+        self.ledger.withdraw(JobRequest(name, "", Demand(), 0, 0, submitted=now), reason, spec, now)
+        if spec:
+            self.admission.withdraw(spec)
+        self.specs.pop(name, None)
+        self._gathered = [answer for answer in self._gathered if answer.spec["name"] != name]
+        self._submitted(name)
+        self._restate(name, "cancelled")
+        self.callback.cancelled(now, name)
 
     def _look_for_removed(self, now: float) -> None:
         """Cancel the jobs of removed files that have not begun, and tell of the others, once."""
@@ -755,7 +781,6 @@ class SchedulerService:
     def _withdraw(self, name: str, now: float) -> bool:
         """Cancel a job that has not begun; one that has is told of."""
         if self.cancel(name, "its job file was removed before it began", now):
-            self._say(name, "cancelled")
             return True
         if self.loop.ended.get(name) == "":
             self.callback.kept(now, name)

@@ -205,6 +205,15 @@ class Ledger:
             request.name,
         )
 
+    def withdraw(
+        self, request: JobRequest, reason: str, spec: Mapping[str, Any], time: float
+    ) -> None:
+        """A job is taken back that was not submitted yet; nothing happens where it was."""
+        self._enter(request, spec, "cancelled", reason)
+        self._write(
+            "UPDATE jobs SET ended = ? WHERE name = ? AND status = 'cancelled'", time, request.name
+        )
+
     def _enter(
         self,
         request: JobRequest,

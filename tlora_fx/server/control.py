@@ -24,6 +24,8 @@ from tlora_fx.scheduler.state import ActiveJob, JobRequest
 from tlora_fx.server.store import BUT, REASON, OwnedJob, ServiceStore
 
 LOOK_SECONDS = 0.25
+#: Why a job is taken back.
+CANCELLED = "its user cancelled it"
 logger = logging.getLogger(__name__)
 
 
@@ -49,6 +51,9 @@ class Control:
             self.running.forget(name)
         self._known = len(loop.ended)
         if not loop.stopping:
+            for job in jobs:
+                if job.status is None and job.wanted == "cancel":
+                    self.running.withdraw(job.name, CANCELLED, self.running.executor.now())
             self._keep([job for job in jobs if job.status in ("queued", "running")])
 
     def _keep(self, jobs: Sequence[OwnedJob]) -> None:
@@ -76,7 +81,7 @@ class Control:
         stop = self.folder / job.name / STOP
         if not self.running.loop.formations.holds(job.name):
             now = self.running.executor.now()
-            self.running.cancel(job.name, "its user cancelled it", now, begun=True)
+            self.running.cancel(job.name, CANCELLED, now, begun=True)
             with suppress(OSError):
                 stop.unlink(missing_ok=True)
         elif epoch is not None and self._asked.get(job.name) != epoch:

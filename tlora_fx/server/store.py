@@ -269,10 +269,10 @@ class ServiceStore(ServiceLedger):
         """File where the scheduler finds a submission."""
         return self.inbox / f"{number:06d}.yaml"
 
-    def owns(self, path: Path, name: str) -> bool:
-        """Whether a job of a submission that the scheduler finds in a file was not removed."""
+    def wants(self, path: Path, name: str) -> bool:
+        """Whether a job that the scheduler finds in a file was neither removed nor cancelled."""
         number = path.stem.lstrip("0")
-        query = "SELECT 1 FROM owned WHERE name = ? AND submission = ?"
+        query = "SELECT 1 FROM owned WHERE name = ? AND submission = ? AND wanted != 'cancel'"
         return bool(self.rows(query, name, number))
 
     def names_of_file(self, path: Path) -> list[str]:

@@ -283,6 +283,13 @@ class Admission:
             return part
         return None
 
+    def withdraw(self, spec: Spec) -> None:
+        """Do not prepare a job that waits for it; one that is being prepared has an answer."""
+        for task in list(self._tasks):
+            task.jobs = deque(job for job in task.jobs if job is not spec)
+            if task.over:
+                self._tasks.remove(task)
+
     def excuse(self) -> None:
         """Hold the time until now against no process: nobody has heard them."""
         for process in self._running:
