@@ -84,6 +84,15 @@ def test_a_wrong_pipeline_exits_with_1(jobs, tmp_path, capsys, arguments, code):
     assert not (tmp_path / "build").exists()
 
 
+def test_the_folder_of_a_run_is_no_folder_for_a_model(jobs, tmp_path, capsys):
+    """Nothing is written into it."""
+    (tmp_path / "run.json").write_text("{}")
+
+    assert run("compile", jobs, "-o", tmp_path) == 1
+    assert "error[T0407]" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
 def test_a_missing_job_file_exits_with_1(tmp_path, capsys):
     """On stderr, as every error."""
     assert run("compile", tmp_path / "none.yaml", "-o", tmp_path) == 1

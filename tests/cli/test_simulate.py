@@ -204,6 +204,28 @@ def test_a_folder_that_cannot_be_written_is_known_before_the_replay(capsys, monk
 
 
 @pytest.mark.parametrize(
+    ("file", "code"), [("jobs.csv", "T0936"), ("index.html", "T0936"), ("run.json", "T0407")]
+)
+def test_a_folder_of_something_else_is_not_written_into(capsys, tmp_path, file, code):
+    """Such as a user's own table, or a run."""
+    (tmp_path / file).write_text("mine")
+    text, _ = refused(capsys, *FEW, "-o", str(tmp_path))
+
+    assert f"error[{code}]" in text
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_report_takes_the_place_of_the_one_before(capsys, tmp_path):
+    """Files that are of no report stay."""
+    (tmp_path / "notes.txt").write_text("mine")
+    for seed in ("1", "2"):
+        told(capsys, *FEW, "--policies", "megatron", "--seed", seed, "-o", str(tmp_path))
+
+    assert '"seed": 2' in (tmp_path / "results.json").read_text()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
     ("horizon", "shown"), [("60s", "60"), ("90", "90"), ("5m", "300"), ("0.5h", "1800")]
 )
 def test_times_are_written_as_run_takes_them(capsys, horizon, shown):

@@ -49,13 +49,17 @@ def run(options: CompileOptions) -> None:
     Needs no weights. Writes ssm.py (the code), ssm.txt (a listing), ssm.json (the data of the
     listing), program.json (the data of every node), graph.tfx (the graphs, for `opt`), model.json
     (for `tlora_fx.load`), report.txt (what jobs share, what not and why) and kernels/ (the
-    generated GPU kernels). Other files in the folder are kept. With --stop-after, no model is
-    written: only what --print-after and --dump-changed ask for. With -o NAME.tfx, only the graphs
-    are written; this works with --stop-after too.
+    generated GPU kernels). Those of an earlier compile are replaced, other files in the folder are
+    kept; the folder of a run is refused. With --stop-after, no model is written: only what
+    --print-after and --dump-changed ask for. With -o NAME.tfx, only the graphs are
+    written; this works with --stop-after too.
     """
     from tlora_fx.runtime.launching.early_checks import require_trainable
+    from tlora_fx.runtime.run_folder import require_no_run
 
     options.require_passes()
+    if not options.is_file and options.stop_after is None:
+        require_no_run(options.output)
     console = Console(stderr=True)
     seconds: dict[str, float] = {}
     with _phase(console, seconds, "read"):

@@ -20,6 +20,7 @@ from tlora_fx.cli.arguments.options import seconds, with_options
 from tlora_fx.cli.terminal import Console, print_whole
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.host.memory import usable_cpus
+from tlora_fx.runtime.run_folder import require_no_run
 from tlora_fx.scheduler.policies import POLICIES, policy_of
 from tlora_fx.simulator.comparison import PARTS, ratio_text
 from tlora_fx.simulator.report import Report, chosen, require_folder, write_report
@@ -101,13 +102,14 @@ def run(**values: Any) -> None:
     The scheduler is the real one; only the clock and the GPUs are simulated. A trace does not say
     everything about a job: the options below choose or draw the rest. The output lists the value of
     each of these options. With -o it also writes a report: an HTML page, and a CSV file for each
-    figure.
+    figure. The files of an earlier report in that folder are replaced; other files are kept.
     """
     base, output = scenario_of(values), checked(OutputOptions, values)
     console = Console(highlight=False, soft_wrap=True)
     plan = plan_for(base, checked(SweepOptions, values), recorded=output.output is not None)
     require_ready(plan)
     if output.output is not None:
+        require_no_run(output.output)
         require_folder(output.output)
     _say(console, before(base, plan))
     if output.save_trace is not None:

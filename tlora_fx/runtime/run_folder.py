@@ -600,6 +600,21 @@ def require_new(path: Path, *, among: Collection[str] = ()) -> None:
         )
 
 
+def require_no_run(path: Path) -> None:
+    """Refuse the folder of a run for files of another kind, whatever state the run is in.
+
+    raises    RunFolderError
+    """
+    own = [name for name in (LEDGER, RECORD, "checkpoints", LOCK) if (path / name).exists()]
+    if own:
+        raise RunFolderError(
+            "the output folder is the folder of a run",
+            folder=path,
+            found=own[0],
+            help="choose another folder with -o",
+        )
+
+
 def require_begun(path: Path) -> None:
     """Refuse to go on in a folder that is not there, is empty, or cannot be written.
 

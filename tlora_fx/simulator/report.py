@@ -539,7 +539,19 @@ def _cell(metric: Metric, outcomes: Sequence[ScenarioResult]) -> str:
 
 
 def require_folder(folder: Path) -> None:
-    """Make the folder of a report, and write into it once; raises ReportNotWritable."""
+    """Make the folder of a report, and write into it once.
+
+    raises    ReportNotWritable; also where a file would be overwritten that is of no report
+    """
+    files = (PAGE, NUMBERS, METRICS_FILE, JOBS_FILE, GPUS_FILE)
+    there = [name for name in files if (folder / name).exists()]
+    # Files that are called jobs.csv or index.html alone are somebody else's.
+    if there and NUMBERS not in there:
+        raise ReportNotWritable(
+            "a file that is no part of a report would be overwritten",
+            file=folder / there[0],
+            help="name another folder with -o, or move the file away",
+        )
     trial = folder / ".trial.tmp"
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -560,13 +572,14 @@ def write_report(report: Report, folder: Path) -> Path:
     """
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        # The file by which the next report knows the folder comes first.
+        replace_file(folder / NUMBERS, numbers(report).encode())
         for figure in report.figures:
             replace_file(folder / f"{figure.name}.csv", figure.csv().encode())
         replace_file(folder / METRICS_FILE, metrics_csv(report).encode())
         if report.recorded:
             replace_file(folder / JOBS_FILE, jobs_csv(report).encode())
             replace_file(folder / GPUS_FILE, gpus_csv(report).encode())
-        replace_file(folder / NUMBERS, numbers(report).encode())
         replace_file(folder / PAGE, page(report).encode())
     return folder / PAGE
 
