@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tlora_fx.config.halving import HalvingSpec
 from tlora_fx.runtime.workers.protocol import (
+    FILES_ABSENT,
     NEEDS_NEW_PROCESS,
     OUT_OF_MEMORY,
     SUCCESSOR,
@@ -29,6 +30,9 @@ from tlora_fx.runtime.workers.protocol import (
 #: In the folder of a run: while it is not there, no job goes beyond its step of option `gates`. So
 #: a test has all the time it needs, however slowly its own process runs beside this one.
 GATE = "gate-is-open"
+
+#: In the folder of a run: holds a file for each job whose files cannot be read.
+GONE = "gone"
 
 #: Set where a server is to import for ever.
 NEVER_READY = "TLORA_FX_TEST_NEVER_READY"
@@ -148,6 +152,11 @@ class _Fake:
             if is_there(spec.get("crowded_by")):
                 self.writer.write("failed", reason="out of memory", job=spec["name"])
                 raise SystemExit(OUT_OF_MEMORY)
+        if absent := {
+            name: "it is gone" for name in self.specs if (self.root / GONE / name).exists()
+        }:
+            self.writer.write("failed", reason="it is gone", job=None, absent=absent)
+            raise SystemExit(FILES_ABSENT)
         time.sleep(self.order.options.get("launch_seconds", 0.0))
         steps = {name: job["step"] for name, job in self.jobs.items()}
         for name, step in steps.items():

@@ -17,7 +17,7 @@ from tests.scheduler.fake_worker import GATE, NEVER_READY, adapter_of
 from tests.scheduler.local_bench import FAKE, TWO, worker_of
 from tlora_fx.errors import PlaceTaken
 from tlora_fx.runtime.checkpoints.store import CheckpointStore
-from tlora_fx.runtime.workers.protocol import DISK_FULL, EventWriter
+from tlora_fx.runtime.workers.protocol import DISK_FULL, FILES_ABSENT, EventWriter
 from tlora_fx.scheduler.executor import (
     Committed,
     Drained,
@@ -97,6 +97,19 @@ def test_a_group_that_was_asked_to_stop_blames_no_job(tmp_path, asked, told):
         group.drain()
 
     assert [event.job for event in group.events(0.0)] == told
+
+
+def test_a_group_whose_files_cannot_be_read_blames_no_job(tmp_path):
+    """Though a job is alone: it is told which jobs lack a file, and why."""
+    server = SimpleNamespace(code=lambda worker: FILES_ABSENT, signal=lambda worker, number: None)
+    watchdog = Watchdog(StallLimits())
+    group = RunningGroup(1, ("a",), tmp_path, server, (7,), float, {}, watchdog, tmp_path / "train")
+    absent = {"a": "the base is gone"}
+    EventWriter(tmp_path / "events.jsonl").write("failed", reason="x", job="a", absent=absent)
+    [failed] = group.events(0.0)
+
+    assert (failed.job, failed.blameless, failed.absent) == (None, True, absent)
+    assert failed.reason == "files of its jobs cannot be read"
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -16,7 +16,7 @@ from typing import ClassVar
 import pytest
 
 from tests.scheduler import run_folder
-from tests.scheduler.fake_worker import GATE, adapter_of
+from tests.scheduler.fake_worker import GATE, GONE, adapter_of
 from tests.scheduler.fork_here import ForkHere, GuestsHere
 from tests.scheduler.run_folder import (
     LONGEST_SECONDS,
@@ -451,6 +451,44 @@ def test_a_job_whose_base_is_gone_at_a_restart_waits_for_the_next_one(tmp_path, 
     assert records(tmp_path / "run")["b"].reason == ""
     assert (waiting["a"].status, waiting["b"].status) == ("done", "queued")
     require_trained_once(tmp_path / "run", {"a": 60, "b": 60})
+
+
+def test_jobs_whose_files_cannot_be_read_wait_for_them_and_go_on(tmp_path, monkeypatch):
+    """From their last commits; another job trains meanwhile, and nobody is given up."""
+    for name in "ab":
+        write_job(tmp_path / "jobs", name, 60)
+    run_until_work(tmp_path)
+    write_job(tmp_path / "jobs", "c", 60)
+    gone, heard, reasons = tmp_path / "run" / GONE, [], {}
+    gone.mkdir()
+    for name in "ab":
+        (gone / name).touch()
+
+    def restored(self, job):
+        # The files go away once the run has taken up its jobs.
+        mark = tmp_path / f"seen-{job.name}"
+        if mark.exists() and (gone / job.name).exists():
+            raise FileNotFoundError("it is gone")
+        mark.touch()
+
+    def bring_back(it):
+        active = {each.name: each.reason for each in it.ledger.active_jobs()}
+        if active.keys() == {"a", "b"} and all("FileNotFound" in why for why in active.values()):
+            reasons.update(active)
+            for name in "ab":
+                (gone / name).unlink(missing_ok=True)
+
+    monkeypatch.setattr(service, "FILES_SECONDS", 0.05)
+    monkeypatch.setattr(Prepared, "restored", restored)
+    monkeypatch.setattr(
+        Heard, "missed_files", lambda self, time, request, why: heard.append((request.name, why))
+    )
+    run(tmp_path / "jobs", tmp_path / "run", until=bring_back, tries=1)
+
+    assert dict(heard) == dict.fromkeys("ab", "it is gone")
+    assert reasons == dict.fromkeys("ab", "waits for its files: FileNotFoundError: it is gone")
+    assert {each.reason for each in records(tmp_path / "run").values()} == {""}
+    require_trained_once(tmp_path / "run", dict.fromkeys("abc", 60))
 
 
 def test_new_jobs_train_while_those_of_an_earlier_process_are_looked_at(tmp_path, monkeypatch):

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import threading
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tlora_fx.errors import OutOfMemory
+from tlora_fx.config.job import BaseSpec, Job
+from tlora_fx.errors import DataFileError, OutOfMemory
 from tlora_fx.runtime.clocks import JobClocks
 from tlora_fx.runtime.launching.launch import Launch
 from tlora_fx.runtime.workers import training as worker
-from tlora_fx.runtime.workers.protocol import OUT_OF_MEMORY, EventReader, WorkerConfig
+from tlora_fx.runtime.workers.protocol import (
+    FILES_ABSENT,
+    OUT_OF_MEMORY,
+    EventReader,
+    WorkerConfig,
+)
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 
 FAILURES = [
     torch.OutOfMemoryError("CUDA out of memory"),
@@ -43,6 +54,36 @@ def test_a_worker_without_memory_says_so_by_its_exit_code(monkeypatch, config, f
     assert ended.value.code == OUT_OF_MEMORY
     told = [line["job"] for line in EventReader(worker.Path(config.event_log)).lines()]
     assert told == (["a"] if isinstance(failure, OutOfMemory) else [])
+
+
+@pytest.mark.parametrize("gone", ["data", "base", None])
+def test_a_worker_whose_files_cannot_be_read_blames_no_job(monkeypatch, tmp_path, config, gone):
+    """Each job that lacks a file is named; where all are there, the error's job is at fault."""
+    shutil.copytree(QUICKSTART / "base", tmp_path / "base")
+    jobs = []
+    for name in "ab":
+        shutil.copy(QUICKSTART / "data" / "records.jsonl", tmp_path / f"{name}.jsonl")
+        base = BaseSpec(
+            config=tmp_path / "base" / "config.json", tokenizer=str(QUICKSTART / "base")
+        )
+        data = {"path": str(tmp_path / f"{name}.jsonl")}
+        job = Job(name=name, base=base, lora={"r": 4}, data=data, max_steps=5)
+        jobs.append(job.model_dump(mode="json"))
+    lost = {"data": ["b"], "base": ["a", "b"], None: []}[gone]
+    if gone:
+        path = {"data": tmp_path / "b.jsonl", "base": tmp_path / "base"}[gone]
+        path.rename(tmp_path / "elsewhere")
+
+    def load(*given):
+        raise DataFileError("the data file does not exist", path="b.jsonl", job="b")
+
+    monkeypatch.setattr(worker, "_trainer", load)
+    with pytest.raises(SystemExit) as ended:
+        worker._train(replace(config, jobs=tuple(jobs)), Launch())
+
+    [line] = EventReader(worker.Path(config.event_log)).lines()
+    assert (ended.value.code == FILES_ABSENT) is bool(gone)
+    assert (line["job"], sorted(line.get("absent", {}))) == (None if gone else "b", lost)
 
 
 def test_another_failure_is_none_of_memory(monkeypatch, config):

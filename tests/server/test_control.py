@@ -19,7 +19,7 @@ import uvicorn
 
 from tests.scheduler.fake_admission import Prepared
 from tests.scheduler.fake_admission import request as fake_request
-from tests.scheduler.fake_worker import adapter_of
+from tests.scheduler.fake_worker import GONE, adapter_of
 from tests.scheduler.fork_here import ForkHere
 from tests.scheduler.run_folder import audit, kill, options
 from tests.scheduler.test_service import require_trained_once
@@ -203,6 +203,33 @@ def _prepared_once(file, job, now):
     """Prepare a job once there is a file."""
     _waits_for(file, job)
     return fake_request(job, now)
+
+
+def test_a_job_that_waits_for_its_files_is_cancelled(tmp_path, monkeypatch):
+    """And says what it waits for until then."""
+    it = made(tmp_path / "run")
+    (it.folder / GONE).mkdir(parents=True)
+    (it.folder / GONE / "a").touch()
+    monkeypatch.setattr(service, "FILES_SECONDS", 0.05)
+    monkeypatch.setattr(Prepared, "restored", partial(_gone, it.folder / GONE))
+    submit(it, "a", steps=5)
+
+    def script():
+        yield from until(lambda: any("gone now" in (job.reason or "") for job in it.store.jobs()))
+        assert states(it) == {"a": "queued"}
+        it.store.want(ME, "a", "cancel")
+        yield from until(lambda: states(it) == {"a": "cancelled"})
+
+    run(it, script)
+    assert not begun(it, "a")
+    told = [text for (text,) in it.store.rows("SELECT text FROM events")]
+    assert "waits for its files: it is gone" in told
+
+
+def _gone(folder, job):
+    """Restore no job while its file in a folder says that its files are gone."""
+    if (folder / job.name).exists():
+        raise FileNotFoundError("gone now")
 
 
 def test_a_name_of_a_cancelled_job_is_another_jobs(tmp_path):

@@ -200,6 +200,12 @@ class Page(Callback):
     def parked(self, time: float, request: JobRequest, reason: str) -> None:
         self.say(f"{request.name} waits for the next start: {reason}", "yellow")
 
+    def missed_files(self, time: float, request: JobRequest, reason: str) -> None:
+        self._say_at(time, f"{request.name} waits for its files: {reason}", "yellow")
+
+    def found_files(self, time: float, request: JobRequest) -> None:
+        self._say_at(time, f"{request.name} goes on: its files can be read again")
+
     def compared(self, time: float, ended: Sequence[str], text: str) -> None:
         self._say_at(time, text, "green")
 

@@ -85,8 +85,9 @@ class Failed(GroupEvent):
     steps      where its jobs go on from, by job: their last commits. A job that is missing there
                goes on from its last commit before this epoch
     killed     its processes said nothing and were killed, such as by the kernel for want of memory
-    blameless  its processes died with what had started them, or of a full disk: no job of it had a
-               part in that
+    blameless  its processes died with what had started them, or of a full disk, or files could not
+               be read: no job of it had a part in that
+    absent     jobs whose base or data cannot be read now, each with the reason
     """
 
     job: str | None
@@ -94,6 +95,7 @@ class Failed(GroupEvent):
     steps: Mapping[str, float] = field(default_factory=dict)
     killed: bool = False
     blameless: bool = False
+    absent: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

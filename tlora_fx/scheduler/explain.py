@@ -26,7 +26,7 @@ from tlora_fx.scheduler.state import (
     limit_seconds,
     slowdown,
 )
-from tlora_fx.scheduler.store import LEFT_WAITING
+from tlora_fx.scheduler.store import LEFT_WAITING, WAITS_FOR_FILES
 
 MAX_ROWS = 24
 
@@ -327,8 +327,9 @@ def explained(
     history = history or History({})
     record = history.jobs.get(job)
     active = snapshot.state.jobs if snapshot else {}
-    # What was decided of one that an earlier process left is past.
-    decided = record is None or (record.is_active and not record.reason.startswith(LEFT_WAITING))
+    # What was decided of one that cannot go on is past.
+    out = (LEFT_WAITING, WAITS_FOR_FILES)
+    decided = record is None or (record.is_active and not record.reason.startswith(out))
     if record is None and job not in active:
         raise _unknown(job, [*active, *history.jobs])
     lines: list[str] = []

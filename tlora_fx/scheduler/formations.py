@@ -170,6 +170,12 @@ class Callback:
     def parked(self, time: float, request: JobRequest, reason: str) -> None:
         """A job of an earlier process cannot go on now; the next start tries it again."""
 
+    def missed_files(self, time: float, request: JobRequest, reason: str) -> None:
+        """Files of a job cannot be read; it goes on once they can."""
+
+    def found_files(self, time: float, request: JobRequest) -> None:
+        """The files of a job can be read again."""
+
     def compared(self, time: float, ended: Sequence[str], text: str) -> None:
         """Jobs were compared by their halving, and some have ended."""
 

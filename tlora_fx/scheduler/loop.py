@@ -363,6 +363,9 @@ class Events:
         loop.formations.end(formation, "failed", event.time)
         loop.changed = loop.prompted = True
         place = formation.launched.place
+        for name in event.absent.keys() & loop.window.jobs.keys():
+            loop.absent[name] = event.absent[name]
+            loop.hold(name)
         if event.blameless or any(loop.cluster.node(gpu) in loop.cluster.lost for gpu in place):
             return
         for job in loop.retries.failed(formation.jobs.values(), killed=event.killed):
@@ -433,6 +436,8 @@ class Loop:
     switch_seconds   of the options; whoever knows better may change it
     held             active jobs that no policy sees: see `hold`
     parked           those of them that wait to be compared with others
+    absent           those of them whose files cannot be read, each with the reason; whoever turns
+                     the loop takes them out
     changes          what joins and leaves cost running groups, as policies are told; likewise
     """
 
@@ -464,6 +469,7 @@ class Loop:
         self.ended: dict[str, str] = {}
         self.held: dict[str, ActiveJob] = {}
         self.parked: set[str] = set()
+        self.absent: dict[str, str] = {}
         self.changed = self.prompted = False
         self.stopping = False
         self.now = self._decided = float("-inf")
@@ -537,6 +543,7 @@ class Loop:
     def forget(self, name: str) -> None:
         """Keep nothing of a job that is active no longer, and let others have its place."""
         self.parked.discard(name)
+        self.absent.pop(name, None)
         self.window.fill()
         self.retries.forget(name)
         self.credits.close(name)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -60,7 +61,7 @@ from tlora_fx.scheduler.state import (
     Policy,
     SchedulerState,
 )
-from tlora_fx.scheduler.store import RESERVED, Ledger
+from tlora_fx.scheduler.store import RESERVED, WAITS_FOR_FILES, Ledger
 
 TAKEN = "taken"
 
@@ -205,6 +206,8 @@ LOOK_SECONDS = 1.0
 HEARTBEAT_SECONDS = 10.0
 #: Jobs that come together are decided upon together, if their files' others take no longer.
 GATHER_SECONDS = 5.0
+#: Pause before the files of a job that waits for them are looked at again; it doubles each time.
+FILES_SECONDS, MAX_FILES_SECONDS = 2.0, 60.0
 #: Groups whose forming and changes were measured that count, the newest.
 MEASUREMENTS = 1000
 
@@ -363,6 +366,20 @@ class OpenFile:
 
 
 @dataclass(slots=True)
+class AbsentFiles:
+    """Files of a job that cannot be read.
+
+    steps   of the job when that was noticed
+    pause   seconds until they are looked at again
+    due     monotonic second when that is; None: they are being looked at, or can be read again
+    """
+
+    steps: float
+    pause: float
+    due: float | None
+
+
+@dataclass(slots=True)
 class SchedulerService:
     """A run that is open; `turn` it until it is over.
 
@@ -397,6 +414,10 @@ class SchedulerService:
     # those that can and are not submitted yet, by their places in the ledger.
     _left: dict[str, tuple[int, JobRecord]] = field(default_factory=dict)
     _restored: dict[int, JobRecord] = field(default_factory=dict)
+    # Of those, jobs that wait for their files; one that got them back stays while it may lose them
+    # at once again.
+    _absent: dict[str, AbsentFiles] = field(default_factory=dict)
+    _places: Iterator[int] = field(default_factory=count)
     _gathered: list[JobPrepared] = field(default_factory=list)
     _gathering: float = 0.0
     _holds: bool = False
@@ -419,17 +440,21 @@ class SchedulerService:
         if count:
             self.callback.resumed(count, count - len(left))
             self._restate_active("queued")
-        self._left = {record.name: (place, record) for place, record in enumerate(left)}
+        self._left = {record.name: (next(self._places), record) for record in left}
         if not self.options.removes_files:
             self._origins = self.ledger.origins()
         for record in self.ledger.refused_jobs() if self.options.retries else ():
             if record.name in self._origins:
                 # What was missing then may be there now.
                 self.ledger.forget_file(self._origins[record.name])
+        self._check_left(left)
+
+    def _check_left(self, records: Sequence[JobRecord]) -> None:
+        """Have it seen whether jobs of `_left` can go on."""
         accept = self.options.local.accept_changes
-        sources = {r.name: r.path for r in left if r.path and not accept}
+        sources = {r.name: r.path for r in records if r.path and not accept}
         by_user: dict[str, list[Mapping[str, Any]]] = {}
-        for record in left:
+        for record in records:
             user = self.options.submitters.of_job(record.name)
             by_user.setdefault(user, []).append(record.spec)
         for user, specs in by_user.items():
@@ -471,12 +496,13 @@ class SchedulerService:
                 self._busy = now
             # A file that has another name now is read before anything is cancelled, and of a job
             # that is still checked nobody knows yet whether it goes on.
-            waiting = self._open or self.files.waiting or self._left
+            waiting = self._open or self.files.waiting or self._left.keys() - self._absent.keys()
             if not (self.options.removes_files or waiting):
                 self._look_for_removed(now)
         for answer in self.admission.answers():
             self._hear(answer)
         if not self.stopping:
+            self._look_for_files()
             self._submit_gathered(now)
             self._rungs.look(self._coming, now)
         if self.stopping and not self.loop.stopping:
@@ -485,13 +511,14 @@ class SchedulerService:
             self.executor.hurry(self.options.grace_seconds)
         self.before_advance()
         self.loop.advance(self.executor.now())
+        self._set_aside(now)
         self._beat()
         self._measure()
         return not self.loop.quiet if self.stopping else self._waits(now)
 
     def _waits(self, now: float) -> bool:
         """Whether there is work, or another file may still come."""
-        gathered = self._gathered or self._restored
+        gathered = self._gathered or self._restored or self._left.keys() & self._absent.keys()
         if not self.loop.idle or self.files.waiting or self.admission.busy or gathered:
             self._busy, self._lingers = now, False
         elif self.options.linger and not self._lingers:
@@ -620,6 +647,7 @@ class SchedulerService:
         if self.loop.ended.get(name) != "":
             self.loop.ended.pop(name, None)
             self.specs.pop(name, None)
+            self._absent.pop(name, None)
             # One that was refused after it had begun may go on from its checkpoint.
             if self.ledger.spec(name, besides=("cancelled",)) is None:
                 self.executor.forget(name)
@@ -717,10 +745,44 @@ class SchedulerService:
             self._park(record.name, reason_of(error), now)
             return
         del self._left[record.name]
+        if record.name in self._absent:
+            self.ledger.take_up(record.name)
+            self.callback.found_files(now, record.request)
         self._gather(now)
         self._restored[place] = record
 
+    def _set_aside(self, now: float) -> None:
+        """Take jobs out of the loop whose files cannot be read, until that is possible again."""
+        if not self.loop.absent or self.stopping:
+            return
+        reasons = dict(self.loop.absent)
+        for record in self.ledger.active_jobs():
+            reason = reasons.get(record.name)
+            if reason is None or not self.loop.cancel(record.name):
+                continue
+            before, pause = self._absent.get(record.name), FILES_SECONDS
+            if before is not None and before.steps == record.steps:
+                pause = min(2 * before.pause, MAX_FILES_SECONDS)
+            self._absent[record.name] = AbsentFiles(record.steps, pause, time.monotonic() + pause)
+            self._left[record.name] = next(self._places), record
+            self.ledger.leave(record.name, reason, WAITS_FOR_FILES)
+            self._restate(record.name, "queued")
+            self.callback.missed_files(now, record.request, reason)
+
+    def _look_for_files(self) -> None:
+        """Have the files of those jobs looked at that have waited long enough."""
+        for name, absent in self._absent.items():
+            if absent.due is not None and absent.due <= time.monotonic():
+                absent.due = None
+                if left := self._left.get(name):
+                    self._check_left([left[1]])
+
     def _park(self, name: str, reason: str, now: float) -> None:
+        if name in self._left and (absent := self._absent.get(name)):
+            absent.pause = min(2 * absent.pause, MAX_FILES_SECONDS)
+            absent.due = time.monotonic() + absent.pause
+            self.ledger.leave(name, reason, WAITS_FOR_FILES)
+            return
         if (left := self._left.pop(name, None)) is not None:
             self.ledger.leave(name, reason)
             self.callback.parked(now, left[1].request, reason)
@@ -742,6 +804,7 @@ class SchedulerService:
             return False
         self.loop.cancel(name)
         self._left.pop(name, None)
+        self._absent.pop(name, None)
         self._restored = {p: left for p, left in self._restored.items() if left.name != name}
         self._restate(name, "cancelled")
         self.callback.cancelled(now, name)

@@ -106,6 +106,8 @@ GOES_ON = "goes on as "
 PARKED = "waits for the other jobs of its halving, to be compared with them"
 #: What the reason begins with of a job that an earlier process left, and that cannot go on now.
 LEFT_WAITING = "waits for the next start: "
+#: How the reason of a job begins that goes on once its base and its data can be read again.
+WAITS_FOR_FILES = "waits for its files: "
 #: For which a writer waits while another process writes, such as a service's, on a slow disk.
 LOCKED_SECONDS = 30.0
 #: How an epoch ended whose process was killed.
@@ -377,21 +379,30 @@ class Ledger:
         with self._transition() as base:
             _settle(base, job, "failed", reason, time)
 
-    def leave(self, job: str, reason: str) -> None:
-        """A job of an earlier process waits for the next start; `take_up` forgets the reason."""
+    def leave(self, job: str, reason: str, until: str = LEFT_WAITING) -> None:
+        """A job that is in no group cannot go on now; `take_up` forgets the reason.
+
+        until    how the reason begins: what the job waits for
+        """
         self._write(
-            "UPDATE jobs SET reason = ? WHERE name = ? AND status = 'queued' AND reason = ''",
-            f"{LEFT_WAITING}{reason}",
+            "UPDATE jobs SET reason = ? WHERE name = ? AND status = 'queued' "
+            "AND (reason = '' OR substr(reason, 1, ?) = ?)",
+            f"{until}{reason}",
             job,
+            len(until),
+            until,
         )
 
-    def take_up(self) -> None:
-        """A process begins: jobs that waited for it may go on now."""
-        self._write(
-            "UPDATE jobs SET reason = '' WHERE status = 'queued' AND substr(reason, 1, ?) = ?",
-            len(LEFT_WAITING),
-            LEFT_WAITING,
-        )
+    def take_up(self, job: str | None = None) -> None:
+        """Jobs that could not go on may do so now: one, or with a new process all."""
+        for until in (LEFT_WAITING, WAITS_FOR_FILES):
+            self._write(
+                "UPDATE jobs SET reason = '' WHERE status = 'queued' "
+                "AND substr(reason, 1, ?) = ? AND name = coalesce(?, name)",
+                len(until),
+                until,
+                job,
+            )
 
     def undecided_rungs(self) -> list[RungRecord]:
         """Jobs that are to be compared, in the order of `jobs`; raises LedgerError."""

@@ -170,6 +170,14 @@ class EventLog(Callback):
         """A job waits for the next start."""
         self.say(time, "warning", [request.name], f"waits for the next start: {reason}")
 
+    def missed_files(self, time: float, request: JobRequest, reason: str) -> None:
+        """A job waits for its files."""
+        self.say(time, "warning", [request.name], f"waits for its files: {reason}")
+
+    def found_files(self, time: float, request: JobRequest) -> None:
+        """A job goes on."""
+        self.say(time, "submitted", [request.name], "goes on: its files can be read again")
+
     def compared(self, time: float, ended: Sequence[str], text: str) -> None:
         """Jobs were compared, and some have ended."""
         self.say(time, "done", ended, f"has ended: {text}")

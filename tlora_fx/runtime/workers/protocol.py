@@ -29,6 +29,8 @@ CROWDED = 13
 NEEDS_NEW_PROCESS = 14
 #: Its disk is full, and what it was at cannot wait for room.
 DISK_FULL = 15
+#: Files of its jobs, of the base or of their data, cannot be read now.
+FILES_ABSENT = 16
 #: Its fork server died, and it with that; no process ends with such a code by itself.
 FORK_SERVER_DIED = 256
 
@@ -48,6 +50,8 @@ def exit_text(code: int) -> str:
         return "killed by the death of its fork server"
     if code == DISK_FULL:
         return "the disk is full"
+    if code == FILES_ABSENT:
+        return "files of its jobs cannot be read"
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -120,11 +120,9 @@ def restore(job: Job) -> ModelFacts | None:
 
     raises   DataFileError, BaseFileDamaged where data or base are gone or damaged
     """
-    from tlora_fx.runtime.data.rows import require_data
+    from tlora_fx.runtime.workers.job_files import require_files
 
-    for part in job.data.parts:
-        require_data(part, job.name)
-    require_base_files(job.base)
+    require_files(job)
     return shape_of(job)
 
 

@@ -16,6 +16,7 @@ from tlora_fx.runtime.workers.protocol import (
     CROWDED,
     DISK_FULL,
     EVENTS,
+    FILES_ABSENT,
     FORK_SERVER_DIED,
     EventReader,
     exit_text,
@@ -87,6 +88,7 @@ class RunningGroup:
     successor   group that takes over from it
     needs       bytes of each of its GPUs, or of main memory; None: not known
     stepped     whether a step was done
+    absent      jobs whose files its processes could not read, each with the reason
     """
 
     epoch: int
@@ -111,6 +113,7 @@ class RunningGroup:
     failed: bool = False
     at_fault: str | None = None
     reason: str = ""
+    absent: dict[str, str] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
     event_reader: EventReader = field(init=False)
     _latest: float = field(default=-math.inf, init=False)
@@ -178,7 +181,10 @@ class RunningGroup:
             case "warned":
                 yield Warned(time, self.epoch, line["text"])
             case "failed":
-                self.reason = line["reason"]
+                self.reason, self.absent = line["reason"], line.get("absent", {})
+                if self.absent:
+                    self.reason = exit_text(FILES_ABSENT)
+                    return
                 # A job alone is at fault for whatever its trainer refuses.
                 alone = self.jobs[0] if len(self.jobs) == 1 else None
                 self.at_fault = line["job"] if line["job"] in self.jobs else alone
@@ -215,8 +221,11 @@ class RunningGroup:
             self.failed = True
             killed = not self.reason and all(code in (0, -signal.SIGKILL) for code in codes)
             blameless = not self.reason and bool({FORK_SERVER_DIED, DISK_FULL} & {*codes})
+            blameless = blameless or bool(self.absent)
             reason = self.reason or self._why(codes)
-            yield Failed(now, self.epoch, None, reason, dict(self.committed), killed, blameless)
+            yield Failed(
+                now, self.epoch, None, reason, dict(self.committed), killed, blameless, self.absent
+            )
 
     def _was_stopped(self, codes: list[int]) -> bool:
         """Whether it ended because it was asked to, and not by a failure.
