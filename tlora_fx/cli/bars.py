@@ -204,7 +204,8 @@ class Bars(TrainerCallback):
     def ended(self, run: JobRun) -> None:
         self._steps.pop(run.job.name, None)
         if run.status == "failed":
-            self.warned(f"job '{run.job.name}' failed at {run.reason}")
+            how = "failed at " if run.reason.startswith("step ") else "failed: "
+            self.warned(f"job '{run.job.name}' {how}{run.reason}")
         elif run.reason:
             self._say(f"{run.job.name}: {run.reason}")
         elif not self.console.is_terminal:
