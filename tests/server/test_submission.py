@@ -76,6 +76,31 @@ def test_a_key_that_many_send_at_once_is_taken_once(asked):
     assert len(list(it.service.store.inbox.iterdir())) == 1
 
 
+@pytest.mark.parametrize(
+    "name", ["trän ing.jsonl", "データ/a-1.jsonl", "a b/c d.jsonl", "a.b.jsonl"]
+)
+def test_an_upload_may_be_called_in_any_script(asked, name):
+    """With spaces inside, as the job file names it."""
+    it = asked()
+    sha256 = it.upload(b'{"text": "hello"}\n')
+
+    answer = it.submit(job_file("a", data=name), files={name: sha256})
+    assert answer.status_code == 201, answer.text
+
+
+@pytest.mark.parametrize(
+    "name", ["a /x", " a.jsonl", "a.jsonl ", ".a.jsonl", "a/../b", "a\tb", "a\nb", "ä" * 101]
+)
+def test_an_upload_may_not_be_called_so_that_nobody_sees_it(asked, name):
+    """Neither may it lead elsewhere, or be too long for a file."""
+    it = asked()
+    sha256 = it.upload(b'{"text": "hello"}\n')
+    answer = it.submit(job_file("a"), files={name: sha256})
+
+    assert answer.status_code == 422
+    assert "cannot be called so" in answer.json()["what"]
+
+
 def test_a_submission_that_is_sent_twice_at_a_time_fills_its_own_quota_once(asked, monkeypatch):
     """The one that is read later is told what the other one was."""
     it = asked()
@@ -225,7 +250,7 @@ def test_a_key_that_utf_8_cannot_hold_is_named_in_the_answer(asked):
     ("fields", "where", "told"),
     [
         ({"data": "x.jsonl"}, "jobs[0].data.path", "client submit JOBS.yaml --upload x.jsonl"),
-        ({"data": "d/*.jsonl"}, "jobs[0].data.path", "--upload d/*.jsonl"),
+        ({"data": "d/*.jsonl"}, "jobs[0].data.path", "--upload 'd/*.jsonl'"),
         ({"data": str(EXAMPLES / "none.jsonl")}, "jobs[0].data.path", "the service's machine"),
         ({"eval_data": {"path": "e.jsonl"}}, "jobs[0].eval_data.path", "--upload e.jsonl"),
         (

@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import secrets
+import shlex
 import shutil
 import threading
 from collections import Counter
@@ -72,7 +73,10 @@ MAX_LOOKS = 4
 _BASE_PATHS = ("model", "tokenizer", "config")
 _JOB_PATHS = ("adapter",)
 _DATA = ("data", "eval_data")
-_UPLOAD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
+#: Letters and digits of any script, spaces inside; nothing hidden, and no way up.
+_UPLOAD_NAME = re.compile(r"{part}(/{part})*".format(part=r"[\w-](?:[\w. -]*[\w.-])?"))
+#: Of a name in UTF-8, which a folder of a submission stands before.
+MAX_UPLOAD_NAME = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,11 +358,12 @@ class Intake:
 
     def place(self, user: User, folder: Path, name: str, sha256: str) -> None:
         """Put what a user has uploaded into a folder; raises SubmissionRefused."""
-        if name == JOB_FILE or not _UPLOAD_NAME.fullmatch(name) or len(name) > 200:
+        if name == JOB_FILE or not is_upload_name(name):
             raise SubmissionRefused(
                 "a file cannot be called so",
                 found=name,
-                expected="a path below the job file, of letters, digits, '.', '_', '-' and '/'",
+                expected="a path below the job file, of letters, digits, spaces, '.', '_', '-' and "
+                f"'/', at most {MAX_UPLOAD_NAME} bytes",
                 help="give the job file another name for it, and upload it with --upload NAME=FILE",
             )
         source = self.store.folder / "uploads" / user.name / sha256
@@ -552,8 +557,15 @@ def _absent_data(where: str, text: str, uploads: Sequence[str]) -> SubmissionRef
         **{where: text},
         expected="an upload of this name",
         found=", ".join(uploads) or "no upload",
-        help=f"send it with the job file: tlora-fx client submit JOBS.yaml --upload {text}",
+        help="send it with the job file: tlora-fx client submit JOBS.yaml --upload "
+        f"{shlex.quote(text)}",
     )
+
+
+def is_upload_name(name: str) -> bool:
+    """Whether an uploaded file may be called so."""
+    fits = len(name.encode("utf-8", "surrogatepass")) <= MAX_UPLOAD_NAME
+    return fits and _UPLOAD_NAME.fullmatch(name) is not None
 
 
 def _require_base(base: BaseSpec) -> None:
