@@ -224,6 +224,20 @@ def test_a_folder_that_cannot_be_written_is_told_at_once(tmp_path, monkeypatch, 
         require(folder)
 
 
+def test_a_folder_that_no_file_system_makes_is_not_said_to_be_in_use(tmp_path, monkeypatch):
+    """Such as one below /proc, where nothing can be made and nothing says why."""
+
+    def refuse(path, *given, **more):
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with (
+        pytest.raises(RunFolderError, match="cannot be written"),
+        RunFolder(tmp_path / "run").held(resume=True),
+    ):
+        pass
+
+
 def test_who_looks_whether_a_folder_is_free_keeps_nobody_out(tmp_path, monkeypatch):
     """It holds the lock for moments, and whoever wants the folder tries again."""
     (tmp_path / ".lock").touch()

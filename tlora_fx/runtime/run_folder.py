@@ -513,13 +513,13 @@ def _adopted(path: Path) -> Iterator[IO[str]]:
 @contextmanager
 def _locked(path: Path) -> Iterator[IO[str]]:
     """Inside, this process alone has the folder's lock; raises RunFolderError."""
-    for _ in range(LOCK_TRIES):
+    for tries in range(1, LOCK_TRIES + 1):
         try:
             path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             lock = (path / LOCK).open("a")
-        except FileNotFoundError:
-            continue  # whoever had it has removed the folder
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and tries < LOCK_TRIES:
+                continue  # whoever had it has removed the folder
             raise unwritable(path, error) from error
         with lock:
             _lock(lock, path)
