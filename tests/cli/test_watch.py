@@ -124,6 +124,25 @@ def test_on_a_narrow_terminal_no_curve_is_cut(run):
     assert lines[1].split()[3].endswith("▁")
 
 
+@pytest.mark.parametrize(
+    ("width", "columns"),
+    [
+        (20, ["job", "step", "loss"]),
+        (40, ["job", "status", "step", "loss", "eval", "loss"]),
+        (60, ["job", "status", "step", "losses", "loss", "eval", "loss", "left"]),
+    ],
+)
+def test_a_terminal_that_is_too_narrow_shows_fewer_columns(run, width, columns):
+    """Each of them whole, the step and the loss to the last."""
+    console = Console(width=width, file=io.StringIO())
+    console.print(table(read_run(run), console.width))
+
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 3
+    assert lines[0].split() == columns
+    assert "…" not in console.file.getvalue()
+
+
 def test_a_curve_falls_as_its_values_do():
     """Each block is a mean of equally many; the highest is the full one."""
     assert curve([3.0, 2.0, 1.0]) == "█▅▁"

@@ -23,7 +23,7 @@ from tlora_fx.cli.arguments.run_options import (
     require_executor,
     require_output_and_times,
 )
-from tlora_fx.cli.terminal import Console, bare_table
+from tlora_fx.cli.terminal import Console, bare_table, without_columns
 from tlora_fx.errors import JobFolderError
 from tlora_fx.inspect.wording import plural
 from tlora_fx.scheduler.formations import Callback, Formation
@@ -140,6 +140,8 @@ def _even_if_hung_up() -> Iterator[None]:
         leave_terminal()
 
 
+#: Columns that a narrow terminal has no room for, those that matter least first.
+SPARE = ("slowdown", "group", "of", "state")
 #: Jobs that are shown at most; the others are counted.
 SHOWN = 30
 
@@ -165,7 +167,8 @@ class Page(Callback):
         """Draw the table anew."""
         if self.console.is_terminal:
             with _even_if_hung_up():
-                self._live.update(table(ledger.jobs(), loop))
+                shown = table(ledger.jobs(), loop)
+                self._live.update(without_columns(shown, self.console.width, SPARE))
 
     def say(self, text: str, style: str | None = None) -> None:
         """A line that stays."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich import console as rich_console
+from rich.cells import cell_len
 from rich.console import ConsoleOptions, RenderableType
 from rich.measure import Measurement
 from rich.segment import Segment
@@ -22,6 +23,8 @@ from tlora_fx.errors import DumpNotWritable, ReportNotWritable, errors_as, print
 from tlora_fx.host.durable import write_output
 
 EVERY_SECONDS = 5.0
+#: Characters between two columns of a bare table.
+COLUMN_GAP = 2
 
 
 class Console(rich_console.Console):
@@ -111,6 +114,26 @@ def bare_table(*titles: str, right: Collection[str] = ()) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in titles:
         table.add_column(title, justify="right" if title in right else "left")
+    return table
+
+
+def without_columns(table: Table, width: int, spare: Sequence[str]) -> Table:
+    """The table without the columns for which a terminal has no room.
+
+    width    of the terminal, in characters
+    spare    titles of columns that may be left out, those that matter least first
+    """
+    for title in spare:
+        widths = [max(map(cell_len, [str(c.header), *map(str, c.cells)])) for c in table.columns]
+        if sum(widths) + COLUMN_GAP * (len(widths) - 1) <= width:
+            break
+        kept = [column for column in table.columns if column.header != title]
+        fewer = bare_table()
+        for column in kept:
+            fewer.add_column(column.header, justify=column.justify)
+        for cells in zip(*(column.cells for column in kept), strict=True):
+            fewer.add_row(*cells)
+        table = fewer
     return table
 
 

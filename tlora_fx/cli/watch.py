@@ -10,12 +10,14 @@ from rich.live import Live
 from rich.table import Table
 
 from tlora_fx.cli.arguments.options import RunFolderPath, option, seconds, takes_options
-from tlora_fx.cli.terminal import Console, bare_table, print_whole
+from tlora_fx.cli.terminal import Console, bare_table, print_whole, without_columns
 from tlora_fx.runtime.reports.run_view import JobView, read_run, thinned
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 #: Characters of a curve, and of all that stands beside it but the jobs' names.
 CURVE, BESIDE = 24, 64
+#: Columns that a narrow terminal has no room for, those that matter least first.
+SPARE = ("best", "tokens/s", "left", "losses", "eval loss", "status")
 #: How jobs stand that nobody trains any more.
 ENDED = ("done", "failed", "stopped", "refused", "cancelled")
 
@@ -54,7 +56,7 @@ def run(
 def table(jobs: Sequence[JobView], width: int = 200) -> Table:
     """A row a job: where it is, its losses from the first to the last, and how long it takes.
 
-    width   of the terminal: where it is narrow, curves are short
+    width   of the terminal: where it is narrow, curves are short, and columns are left out
     """
     names = max(len(job.name) for job in jobs)
     wide = max(8, min(CURVE, width - names - BESIDE))
@@ -62,7 +64,7 @@ def table(jobs: Sequence[JobView], width: int = 200) -> Table:
     shown = bare_table("job", "status", "step", "losses", *numbers[1:], right=numbers)
     for job in jobs:
         shown.add_row(*_row(job, wide))
-    return shown
+    return without_columns(shown, width, SPARE)
 
 
 def _row(job: JobView, wide: int) -> tuple[str, ...]:
