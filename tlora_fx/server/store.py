@@ -213,6 +213,10 @@ class ServiceStore(ServiceLedger):
             self.require_quota(user, len(names), priority)
             for job in replaced:
                 self._remove(job, replaced=True)
+            for name in names:
+                if self._owner(name) is not None:
+                    # A group may have written there after a job of this name was removed.
+                    self._discard(self.folder.parent / name)
             number, last = self._next_numbers(len(names))
             base.execute(
                 "INSERT INTO submissions (number, user, key, sha256, time, folder, document) "
@@ -604,13 +608,23 @@ class ServiceStore(ServiceLedger):
                 )
             if before is not None:
                 replaced.append(before)
-            elif self._owner(name) is not None:
-                # A group may have written there after the job was removed.
-                self._discard(self.folder.parent / name)
         return replaced
 
-    def require_quota(self, user: User, jobs: int, priority: int) -> None:
-        """Refuse so many jobs more, or a priority, beyond a user's limits; raises QuotaReached."""
+    def require_quota(
+        self, user: User, jobs: int, priority: int, names: Sequence[str] = ()
+    ) -> None:
+        """Refuse so many jobs more, or a priority, beyond a user's limits.
+
+        names    full names of those jobs, as far as they are known
+        raises   QuotaReached; RequestConflict where the jobs are there already, which says more
+        """
+        try:
+            self._require_quota(user, jobs, priority)
+        except QuotaReached:
+            self._require_free(names)
+            raise
+
+    def _require_quota(self, user: User, jobs: int, priority: int) -> None:
         if priority > user.priority:
             raise QuotaReached(
                 "the priority is above the user's limit",

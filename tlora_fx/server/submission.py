@@ -41,6 +41,7 @@ from tlora_fx.config.paths import is_pattern, is_there
 from tlora_fx.config.sweep import entries_of_values
 from tlora_fx.errors import (
     QuotaReached,
+    RequestConflict,
     RequestRefused,
     StorageFailed,
     SubmissionRefused,
@@ -264,9 +265,9 @@ class Intake:
             submission = self.store.submit(
                 user, key, sha256, names, document, folder.name, priority
             )
-        except QuotaReached:
+        except (QuotaReached, RequestConflict):
             shutil.rmtree(folder, ignore_errors=True)
-            # What fills the quota may be this very submission, sent twice at a time.
+            # What fills the quota or has the names may be this submission, sent twice at a time.
             known = self.store.replayed(user, key, sha256)
             if known is None:
                 raise
@@ -323,10 +324,9 @@ class Intake:
     ) -> Sequence[Job]:
         """The jobs of what was sent, in a folder of its own.
 
-        The quota is looked at as soon as more is known of the number of jobs: what is checked of
-        each takes milliseconds.
+        What the store would refuse is refused as soon as more is known of the number of jobs: what
+        is checked of each takes a millisecond.
         """
-        self.store.require_quota(user, 1, priority)
         folder.mkdir(mode=0o700)
         path = folder / JOB_FILE
         try:
@@ -337,17 +337,21 @@ class Intake:
             self.place(user, folder, name, sha256)
         try:
             top = read_yaml(path).value
-            self.store.require_quota(user, max(1, _entries(top)), priority)
+            count, names = _entries(top)
+            self.store.require_quota(
+                user, count, priority, [full_name(user.name, n) for n in names]
+            )
             patterns = self._require_inside(user, folder, top)
             matched = self._matched(user, folder, patterns)
             jobs = load_job_file(path, trust_remote_code=self.limits.trust_remote_code).jobs
-            self.store.require_quota(user, len(jobs), priority)
+            names = [full_name(user.name, job.name) for job in jobs]
+            self.store.require_quota(user, len(jobs), priority, names)
             require_distinct_names(jobs)
             self._require_data(folder, top, files, matched)
             _require_base(jobs[0].base)
             self._require_measured(jobs[0].base)
             return jobs
-        except QuotaReached:
+        except (QuotaReached, RequestConflict):
             raise
         except TloraError as error:
             # The user knows nothing of our folders.
@@ -589,10 +593,12 @@ def _stored_bytes(folder: Path, *, besides: str) -> int:
     )
 
 
-def _entries(top: object) -> int:
-    """Entries of a job file's list of jobs; a sweep among them is more than one job."""
+def _entries(top: object) -> tuple[int, list[str]]:
+    """Jobs of a job file at least, and names of them; a sweep is more than one job."""
     jobs = _at(top, "jobs")
-    return len(jobs) if isinstance(jobs, list) else 0
+    entries = jobs if isinstance(jobs, list) else []
+    names = [_at(entry, "name") for entry in entries if _at(entry, "sweep") is None]
+    return max(1, len(entries)), [name for name in names if isinstance(name, str)]
 
 
 def _paths(top: object) -> Iterator[tuple[str, str]]:
