@@ -370,6 +370,17 @@ def test_what_cannot_be_served_is_refused_at_once(words, told, tmp_path, capsys)
     assert told in capsys.readouterr().err
 
 
+def test_a_folder_of_something_else_gets_no_users(tmp_path, capsys):
+    """Such as that of `train`; a service would not begin there either."""
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(SystemExit) as end:
+        main(["tokens", "add", "ada", "-o", str(tmp_path)])
+
+    assert end.value.code == 1
+    assert "error[T0407]" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
 def test_who_has_no_token_has_none_to_revoke(tmp_path, capsys):
     """In a folder in which another user has one."""
     folder = ["-o", str(tmp_path / "run")]

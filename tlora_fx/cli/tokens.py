@@ -11,7 +11,7 @@ import typer
 from tlora_fx.cli.arguments.options import command_group, option, takes_options
 from tlora_fx.cli.terminal import Console, bare_table, print_whole
 from tlora_fx.errors import ServiceRefused
-from tlora_fx.runtime.run_folder import LEDGER
+from tlora_fx.runtime.run_folder import LEDGER, RUN_COMMAND_FILES, require_new
 from tlora_fx.server.ledger import LOCAL, User
 from tlora_fx.server.store import ServiceStore
 
@@ -51,6 +51,9 @@ def add(
             found=name,
             expected=f"small letters, digits and '-', and not '{LOCAL}'",
         )
+    if not (output / LEDGER).exists():
+        # As `serve`, which begins in a new folder: what lies in another one is no service's.
+        require_new(output, among=RUN_COMMAND_FILES)
     typer.echo(ServiceStore(output).add_user(User(name, admin, jobs, gpu_hours, priority)))
 
 
