@@ -53,12 +53,12 @@ class Listen(TrainerCallback):
         self.texts.append(text)
 
 
-def jobs_on(folder, base, **fields):
+def jobs_on(folder, base, kinds=LORA, **fields):
     data = make_job(base, "x").data.model_copy(update={"path": str(folder / "data.jsonl")})
     fields = {"max_steps": 4, "learning_rate": 0.1} | fields
     return [
         make_job(base, name, lora=lora, **fields).model_copy(update={"data": data})
-        for name, lora in LORA.items()
+        for name, lora in kinds.items()
     ]
 
 
@@ -122,6 +122,25 @@ def test_adapters_on_parameters_are_asked_one_by_one():
     assert not AdapterWeights(
         LoraConfig(**names, target_parameters=["gate.weight"]), {}
     ).can_be_mixed
+
+
+def test_jobs_of_adalora_are_asked_one_by_one(folder, base):
+    """Two of them and a job with LoRA in one call answer as transformers does with each."""
+    ada = {"peft_type": "ADALORA", "total_step": 4, "target_modules": ["q_proj", "v_proj"]}
+    kinds = {
+        "one": {**ada, "init_r": 3, "target_r": 2},
+        "other": {**ada, "init_r": 4, "target_r": 2},
+        "plain": {"r": 2, "target_modules": ["q_proj", "v_proj"]},
+    }
+    run = folder / "adalora"
+    Trainer(compile(jobs_on(folder, base, kinds)), output=run, device="cpu").run()
+    generator = AdapterGenerator.of_folders({name: run / name for name in kinds}, "cpu")
+
+    said = generator.answers(
+        [Prompt(name, generator.encode(PROMPTS[0])) for name in kinds], SamplingOptions(6)
+    )
+
+    assert said == [by_transformers(run, base, name, PROMPTS[0]) for name in kinds]
 
 
 def test_samples_of_the_last_step_are_what_the_saved_adapters_say(trained, base):

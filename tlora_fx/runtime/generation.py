@@ -76,11 +76,12 @@ class AdapterWeights:
     @property
     def can_be_mixed(self) -> bool:
         """Whether PEFT can apply it to some lines of a batch alone."""
-        from peft import LoraConfig
+        from peft import LoraConfig, PeftType
 
         config = self.config
         return (
             isinstance(config, LoraConfig)
+            and config.peft_type == PeftType.LORA  # AdaLoRA's config is a LoraConfig too.
             and config.bias == "none"
             and not (config.use_dora or config.modules_to_save or config.trainable_token_indices)
             and not config.target_parameters
