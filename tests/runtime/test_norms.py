@@ -84,7 +84,8 @@ def test_squares_of_parts_are_of_what_a_job_trains_and_counts_here():
 
     def found(optim: str, **ranks: int) -> list[float]:
         job = job_with(optim=optim)
-        run = SimpleNamespace(index=1, job=job, optimizer=JobOptimizer(job, params, 9))
+        optimizer = JobOptimizer(job, params, 9, {"a.lora_A.weight": 2.0})
+        run = SimpleNamespace(index=1, job=job, optimizer=optimizer)
         where = {"dp_rank": 0, "tp_rank": 0} | ranks
         mesh: Any = SimpleNamespace(device=torch.device("cpu"), **where)
         return gradient_squares([run], model, mesh).tolist()

@@ -29,6 +29,8 @@ from tlora_fx.runtime.optim.schedules import rate_groups
 from tlora_fx.runtime.optim.trainable import learning_rates, require_trainable
 
 STEPS = 9
+#: What LoRA-FA divides by.
+SCALINGS = {"a.lora_A.weight": 2.0}
 VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {"optim": name} for name in OPTIMIZERS},
     "sgd-momentum": {"optim": "sgd", "optim_args": {"momentum": 0.9, "nesterov": True}},
@@ -128,18 +130,18 @@ def test_resuming_is_bitwise_as_never_having_stopped(variant, stop, dtype, tmp_p
         return  # adapters are float32 or bfloat16, and the library has no other
     start = starter(job)
     whole_params = start(dtype)
-    whole = JobOptimizer(job, whole_params, STEPS)
+    whole = JobOptimizer(job, whole_params, STEPS, SCALINGS)
     norms = train(whole, whole_params, 0, STEPS)
 
     params = start(dtype)
-    before = JobOptimizer(job, params, STEPS)
+    before = JobOptimizer(job, params, STEPS, SCALINGS)
     norms_before = train(before, params, 0, stop)
     tensors, values = through_files(before, tmp_path)
     resumed_params = start(dtype)
     with torch.no_grad():
         for name, param in resumed_params.items():
             param.copy_(params[name])
-    resumed = JobOptimizer(job, resumed_params, STEPS)
+    resumed = JobOptimizer(job, resumed_params, STEPS, SCALINGS)
     resumed.load_state(tensors, values)
     rate = resumed.learning_rate
     norms_after = train(resumed, resumed_params, stop, STEPS)

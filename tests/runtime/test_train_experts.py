@@ -117,6 +117,32 @@ def test_jobs_on_experts_and_routers_end_as_by_peft_alone(tmp_path, family, monk
         assert_loads(plain_model(model), tmp_path / "run" / job.name, solo)
 
 
+def test_lora_fa_on_experts_and_routers_ends_as_by_peft_alone(tmp_path, monkeypatch):
+    """Its steps divide by each branch's own scaling; epsilon is large, or Adam would hide that."""
+    base = base_in(tmp_path, "qwen3-moe")
+    in_float64(monkeypatch, "qwen3-moe")
+    patterned = {
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj", "gate.weight"],
+        "alpha_pattern": {"experts.down_proj": 3, "gate.weight": 5},
+    }
+    step = {"optim": "lorafa", "adam_epsilon": 1e-3, "max_steps": 3}
+    jobs = [
+        make_job(base, "patterned", lora=patterned, seed=1, **step),
+        make_job(base, "all", lora={"target_modules": "all-linear", "use_rslora": True}, **step),
+    ]
+    data = make_data(jobs)
+
+    model, losses, starts = train(jobs, data, tmp_path / "run")
+
+    alone = plain_base(model.backbone)
+    alone.loss_function = wide_loss
+    for job in jobs:
+        solo = train_alone(job, alone, data[job.name], starts[job.name], 3, masks=False)
+        after = adapter_tensors(model.job_parameters(job.name))
+        assert losses[job.name] == pytest.approx(solo.losses, rel=1e-9)
+        assert adapter_difference(after, solo.adapters) <= 1e-7
+
+
 def assert_loads(plain, folder, solo):
     """PEFT loads a job's folder without a word of missing tensors, and it says what PEFT saves."""
     saved = json.loads((folder / "adapter_config.json").read_text())

@@ -633,6 +633,11 @@ class SuperModel(nn.Module):
             self._parameters_of[job] = dict(sorted(parameters.items()))
         return self._parameters_of[job]
 
+    def job_scalings(self, job: str) -> dict[str, float]:
+        """What each of a job's LoRA branches is multiplied with, by PEFT's name of its A."""
+        sites = self.group.jobs[self.group.job_names.index(job)].sites
+        return {_names(path, sites)[0]: site.scaling for path, site in sites.items()}
+
     def shards(self, job: str) -> dict[str, Shard | None]:
         """Shard of the whole that each of a job's parameters is; None where it is the whole."""
         shards: dict[str, Shard | None] = {name: None for name, _ in self._held_own(job)}

@@ -238,7 +238,9 @@ class GroupStep:
 
     def _member(self, job: Job) -> Member:
         parameters = self.model.job_parameters(job.name)
-        return Member(self.model.members[job.name], job, parameters, self._steps_of(job))
+        scalings = self.model.job_scalings(job.name)
+        index, steps = self.model.members[job.name], self._steps_of(job)
+        return Member(index, job, parameters, scalings, steps)
 
     def _steps_of(self, job: Job) -> int:
         steps = self.steps.get(job.name, job.max_steps or 0)

@@ -164,10 +164,11 @@ class JobRun(Member):
         job: Job,
         data: JobData,
         parameters: Mapping[str, torch.nn.Parameter],
+        scalings: Mapping[str, float],
         folder: RunFolder,
         backbone: Backbone,
     ) -> None:
-        super().__init__(index, job, parameters, data.steps)
+        super().__init__(index, job, parameters, scalings, data.steps)
         self.data, self.folder, self.backbone = data, folder, backbone
         self.metrics = folder.metrics(job.name)
         self.loss = math.nan

@@ -19,16 +19,22 @@ class Member:
 
     index        its slot in the model
     parameters   by name, as `SuperModel.job_parameters` has them
+    scalings     of its branches, as `SuperModel.job_scalings` has them
     steps        optimizer steps from which the schedule takes its length
     step         optimizer steps done
     tokens       tokens of these steps
     """
 
     def __init__(
-        self, index: int, job: Job, parameters: Mapping[str, torch.nn.Parameter], steps: int
+        self,
+        index: int,
+        job: Job,
+        parameters: Mapping[str, torch.nn.Parameter],
+        scalings: Mapping[str, float],
+        steps: int,
     ) -> None:
         self.index, self.job, self.steps = index, job, steps
-        self.parameters = dict(parameters)
+        self.parameters, self._scalings = dict(parameters), scalings
         self.step = self.tokens = 0
         self.left = False
         self.optimizer = self._optimizer()
@@ -36,7 +42,7 @@ class Member:
     def _optimizer(self) -> JobOptimizer:
         # A stage of a pipeline may hold nothing of a job; its schedule counts all the same.
         nothing = {"": torch.nn.Parameter(torch.zeros(()))}
-        return JobOptimizer(self.job, self.parameters or nothing, self.steps)
+        return JobOptimizer(self.job, self.parameters or nothing, self.steps, self._scalings)
 
     def rebind(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Train other tensors with the same numbers: the job's rows lie elsewhere now."""

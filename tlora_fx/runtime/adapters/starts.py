@@ -14,7 +14,6 @@ source   Meng, Wang and Zhang 2024 (PiSSA); Büyükakyüz 2024 (OLoRA); PEFT's o
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from tlora_fx.config.fields import DATA_STARTS
 from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import is_frozen
-from tlora_fx.ir.graph import PEFT_PREFIX, AdapterSite
+from tlora_fx.ir.graph import AdapterSite
 from tlora_fx.ops import site_id
 
 #: The dtypes whose matrices PEFT decomposes.
@@ -81,18 +80,6 @@ def trained_parameters(job: Job, parameters: Mapping[str, nn.Parameter]) -> dict
             if parameter.grad is not None:
                 trained[name].grad = trained_part(job, name, parameter.grad)
     return trained
-
-
-def scaling_of(job: Job, name: str, rank: int) -> float:
-    """Scaling of the branch of an A, by PEFT's name of it."""
-    from peft.utils.other import get_pattern_key
-
-    config: Any = job.start_config()
-    path = name.removeprefix(PEFT_PREFIX).partition(".lora_A.")[0]
-    alphas: dict[str, float] = config.alpha_pattern or {}
-    alpha = alphas.get(get_pattern_key(list(alphas), path), config.lora_alpha)
-    scaling: float = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-    return scaling
 
 
 @torch.no_grad()

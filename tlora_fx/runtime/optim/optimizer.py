@@ -18,6 +18,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,7 +30,6 @@ from tlora_fx.errors import JobError, OptimizerError, OptimizerStateError
 from tlora_fx.runtime.adapters.starts import (
     FREEZES_A,
     constant_part,
-    scaling_of,
     trained_parameters,
 )
 from tlora_fx.runtime.optim.rank_allocation import RankAllocation
@@ -178,14 +178,21 @@ class AdamState:
 class JobOptimizer:
     """A job's torch.optim optimizer, its schedule, and clipping by the job's own norm.
 
-    job      names the optimizer, its arguments, the schedule and the largest gradient norm
-    params   the job's trained parameters by name; their order is the optimizer's order
-    steps    optimizer steps of the whole job, from which the schedule takes its length
-    updates  that were done, those before a resume included
-    raises   OptimizerError when the job's arguments do not fit its optimizer or schedule
+    job        names the optimizer, its arguments, the schedule and the largest gradient norm
+    params     the job's trained parameters by name; their order is the optimizer's order
+    steps      optimizer steps of the whole job, from which the schedule takes its length
+    scalings   what each branch is multiplied with, by the name of its A; LoRA-FA reads them
+    updates    that were done, those before a resume included
+    raises     OptimizerError when the job's arguments do not fit its optimizer or schedule
     """
 
-    def __init__(self, job: Job, params: Mapping[str, torch.nn.Parameter], steps: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        params: Mapping[str, torch.nn.Parameter],
+        steps: int,
+        scalings: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         self._params = trained_parameters(job, params)
         self._constant = [
             part
@@ -210,7 +217,7 @@ class JobOptimizer:
         #: Groups that do not decay are biases and norms then.
         self._decays = job.weight_decay > 0
         if isinstance(self._optimizer, LoraFA):
-            self._optimizer.down_of = self._down_of(job, params)
+            self._optimizer.down_of = self._down_of(params, scalings)
         self._allocation = RankAllocation.of(job, self._params)
         self._schedule = make_schedule(job, self._optimizer, steps)
         self._gradients = Gradients(self._params.values())
@@ -218,13 +225,15 @@ class JobOptimizer:
         # Those by `GroupUpdate` that the counters of torch.optim's state do not have yet.
         self._uncounted = 0
 
-    def _down_of(self, job: Job, params: Mapping[str, nn.Parameter]) -> ProjectionOfB:
+    def _down_of(
+        self, params: Mapping[str, nn.Parameter], scalings: Mapping[str, float]
+    ) -> ProjectionOfB:
         """The A and the scaling of each B."""
         downs = {
             name: name.replace(".lora_B.", ".lora_A.") for name in params if ".lora_B." in name
         }
         return {
-            self._known[up]: (params[down], scaling_of(job, down, len(params[down])))
+            self._known[up]: (params[down], scalings[down])
             for up, down in downs.items()
             if down in params
         }

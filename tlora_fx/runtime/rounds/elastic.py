@@ -115,7 +115,8 @@ class Roster:
         """A run for a job that is in the model."""
         index = self.model.members[job.name]
         parameters = self.model.job_parameters(job.name)
-        run = JobRun(index, job, data, parameters, self.folder, self.model.backbone)
+        scalings = self.model.job_scalings(job.name)
+        run = JobRun(index, job, data, parameters, scalings, self.folder, self.model.backbone)
         self.group.add(run)
         self.runs.append(run)
         self._inside[index] = run

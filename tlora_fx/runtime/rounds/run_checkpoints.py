@@ -301,7 +301,7 @@ class RunCheckpoints:
         for index, job in enumerate(jobs):
             state = checkpoint.jobs[job.name]
             backbone = self.reports.model.backbone
-            run = JobRun(index, job, data[job.name], {}, self.folder, backbone)
+            run = JobRun(index, job, data[job.name], {}, {}, self.folder, backbone)
             run.recount(state)
             run.write(run.best or state.adapter, self.reports.base_name())
             runs.append(run)
