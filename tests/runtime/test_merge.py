@@ -7,12 +7,18 @@ import json
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from tests.runtime.conftest import UNMARKED
 from tests.runtime.groups import READING, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
-from tlora_fx.errors import RunFolderError
+from tlora_fx.config.job import BaseSpec
+from tlora_fx.errors import GenerationError, RunFolderError
+from tlora_fx.runtime.generation import AdapterGenerator
 from tlora_fx.runtime.merge import adapter_of, merge
 from tlora_fx.runtime.trainer import Trainer
 
@@ -105,6 +111,47 @@ def test_a_merged_model_computes_what_peft_computes(run, tmp_path, job):
     assert not torch.allclose(adapted, plain, atol=1e-6)
     assert AutoTokenizer.from_pretrained(output).chat_template == UNMARKED
     assert len(list(output.glob("*.safetensors"))) > 1
+
+
+@pytest.fixture(scope="module")
+def classified(tmp_path_factory, make_tokenizer):
+    """The folder of a job that was trained on a base that classifies."""
+    folder = tmp_path_factory.mktemp("classified")
+    plain = tiny_base(folder / "base", **READING, pad_token_id=0)
+    make_tokenizer(UNMARKED).save_pretrained(folder / "base")
+    base = BaseSpec(config=plain.config, dtype="float64", seed=7, task="SEQ_CLS", labels=3)
+    rows = [{"text": text, "label": at} for at, text in enumerate(("1+1=2", "a b c", "x=2"))]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = make_job(base, "a", max_steps=3)
+    data = job.data.model_copy(update={"path": str(folder / "data.jsonl")})
+    job = job.model_copy(update={"data": data})
+    Trainer(compile([job]), output=folder / "run", device="cpu").run()
+    return folder / "run" / "a"
+
+
+def test_a_merged_classifier_computes_what_peft_computes(classified, tmp_path):
+    """It has the head that the job trained."""
+    from peft import PeftModel
+
+    from tlora_fx.model.backbone import load_backbone
+    from tlora_fx.runtime.adapters.files import plain_base
+    from tlora_fx.runtime.merge import job_of
+
+    output = merge(classified, tmp_path / "merged")
+    load = AutoModelForSequenceClassification.from_pretrained
+    merged = load(output, dtype=torch.float64).eval()
+    base = plain_base(load_backbone(job_of(classified).base))
+    adapted = PeftModel.from_pretrained(base, classified).eval()
+    ids = torch.tensor([[5, 9, 3, 7]])
+
+    assert merged(ids).logits.shape == (1, 3)
+    assert torch.allclose(merged(ids).logits, adapted(ids).logits, atol=1e-12)
+
+
+def test_a_classifier_is_not_asked(classified):
+    """It has no next token to say."""
+    with pytest.raises(GenerationError, match="classifies"):
+        AdapterGenerator.of_folders({"a": classified}, "cpu")
 
 
 #: Adapters by which a tied head and its embedding part, or not.

@@ -37,7 +37,7 @@ def read_adapter_config(folder: Path, task: str = "CAUSAL_LM") -> dict[str, Any]
 
     raises  AdapterFolderError when a file is missing or unreadable, or its fields are refused
     """
-    _check_files(folder)
+    require_adapter_files(folder)
     path = folder / CONFIG
     try:
         config = json.loads(path.read_bytes())
@@ -115,7 +115,8 @@ def _require_whole_base(fields: dict[str, Any], folder: Path) -> None:
         )
 
 
-def _check_files(folder: Path) -> None:
+def require_adapter_files(folder: Path) -> None:
+    """Refuse a folder without the files of an adapter; raises AdapterFolderError."""
     if not is_folder(folder):
         raise AdapterFolderError("the adapter folder does not exist", folder=folder)
     if not is_file(folder / CONFIG):

@@ -115,11 +115,17 @@ class AdapterGenerator:
         """Generator from the adapter folders of a run, by job name, whose base is loaded anew.
 
         raises    AdapterFolderError, BaseNotLoadable, TokenizerNotLoadable, RunFolderError;
-                  GenerationError where they have several bases
+                  GenerationError where they have several bases, or a classifier
         """
         jobs = {name: job_of(folder) for name, folder in folders.items()}
         first, *others = jobs.values()
         spec = first.base
+        if spec.is_classifier:
+            raise GenerationError(
+                "the base of this run classifies, and writes no text",
+                job=first.name,
+                help="load the job's folder with PEFT, or merge it, and call the model",
+            )
         apart = next((job.name for job in others if job.base != spec), None)
         if apart is not None:
             raise GenerationError(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlora_fx.config.adapter_folder import CONFIG, read_adapter_config
+from tlora_fx.config.adapter_folder import CONFIG, read_adapter_config, require_adapter_files
 from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import kind_of, register_tuner
 from tlora_fx.errors import RunFolderError, TokenizerNotLoadable, errors_as, nearest
@@ -65,15 +65,17 @@ def adapters_of(run: Path) -> dict[str, Path]:
 def job_of(adapter: Path) -> Job:
     """The job that left an adapter folder, its base included.
 
-    raises   RunFolderError where nothing says which
+    raises   RunFolderError where nothing says which, AdapterFolderError for a damaged folder
     """
-    read_adapter_config(adapter)
+    require_adapter_files(adapter)
     with errors_as(
         RunFolderError, "nothing says which base an adapter belongs to", OSError, ValueError,
         folder=adapter, expected=JOB,
         help="adapters of tlora-fx train have it; merge others with PEFT",
     ):  # fmt: skip
-        return Job.model_validate(json.loads((adapter / JOB).read_bytes()))
+        job = Job.model_validate(json.loads((adapter / JOB).read_bytes()))
+    read_adapter_config(adapter, job.base.task)
+    return job
 
 
 def merge(adapter: Path, output: Path, shard_size: str = "5GB") -> Path:
