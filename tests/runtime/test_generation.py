@@ -124,6 +124,19 @@ def test_adapters_on_parameters_are_asked_one_by_one():
     ).can_be_mixed
 
 
+def test_a_long_question_does_not_shorten_the_answers_to_others(trained, base):
+    """The base has 64 positions, of which the first question leaves three."""
+    run, _, _ = trained
+    generator = AdapterGenerator.of_folders({name: run / name for name in ("a", "b.2")}, "cpu")
+    short = generator.encode(PROMPTS[0])
+    long = short + [short[-1]] * (61 - len(short))
+
+    said = generator.answers([Prompt("a", long), Prompt("b.2", short)], SamplingOptions(6))
+
+    assert said[1] == by_transformers(run, base, "b.2", PROMPTS[0])
+    assert said[0] == generator.answers([Prompt("a", long)], SamplingOptions(3))[0]
+
+
 def test_jobs_of_adalora_are_asked_one_by_one(folder, base):
     """Two of them and a job with LoRA in one call answer as transformers does with each."""
     ada = {"peft_type": "ADALORA", "total_step": 4, "target_modules": ["q_proj", "v_proj"]}

@@ -10,7 +10,7 @@ import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -195,16 +195,25 @@ class AdapterGenerator:
     ) -> list[str]:
         """Answer of each adapter, without the question and without special tokens.
 
-        Questions to adapters that PEFT can mix are one batch.
+        Questions to adapters that PEFT can mix are one batch, of those that may have answers of one
+        length: a long question does not shorten the answers to others.
 
         raises    GenerationError
         """
+        allowed = [self._allowed_tokens(len(each.ids), sampling.max_new_tokens) for each in asked]
         said: dict[int, str] = {}
         for names in self._batches({question.adapter for question in asked}):
-            places = [at for at, question in enumerate(asked) if question.adapter in names]
             model = self._adapted_by(names)
-            texts = self._generate(model, names, [asked[at] for at in places], sampling)
-            said |= dict(zip(places, texts, strict=True))
+            for most in sorted(set(allowed)):
+                places = [
+                    at
+                    for at, question in enumerate(asked)
+                    if question.adapter in names and allowed[at] == most
+                ]
+                if places:
+                    own = replace(sampling, max_new_tokens=most)
+                    texts = self._generate(model, names, [asked[at] for at in places], own)
+                    said |= dict(zip(places, texts, strict=True))
         return [said[at] for at in range(len(asked))]
 
     def _batches(self, names: set[str]) -> Iterator[tuple[str, ...]]:
@@ -260,7 +269,7 @@ class AdapterGenerator:
             written = generate(
                 input_ids=ids.to(device),
                 attention_mask=attended.to(device),
-                max_new_tokens=self._allowed_tokens(ids.shape[1], sampling.max_new_tokens),
+                max_new_tokens=sampling.max_new_tokens,
                 pad_token_id=_pad_token(self.tokenizer),
                 use_cache=True,
                 **options,
