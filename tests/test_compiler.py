@@ -229,7 +229,7 @@ def test_a_pattern_for_a_rank_that_fits_no_module_is_reported(base):
     fields = {"rank_pattern": {"q_proj": 2, "q_prj": 3}, "alpha_pattern": {"down_proj": 4}}
     model = compile(job("a", base, r=4, target_modules=["q_proj"], **fields))
 
-    told = [text for by, text in model.group.notes if by == "trace"]
+    told = [text for by, text in model.group.notes if by == "adapters"]
     assert [text.split("'")[3] for text in told] == ["q_prj", "down_proj"]
 
 

@@ -40,7 +40,16 @@ from tlora_fx.host.environment import LOG, log_words
 from tlora_fx.host.phases import phase
 from tlora_fx.host.quiet_import import without_foreign_notices
 from tlora_fx.inspect.instruments import Watch, watch_from
-from tlora_fx.ir.graph import AdapterSite, Form, GroupGraph, JobGraph, OpenSlots, rename_job, vacant
+from tlora_fx.ir.graph import (
+    IDLE,
+    AdapterSite,
+    Form,
+    GroupGraph,
+    JobGraph,
+    OpenSlots,
+    rename_job,
+    vacant,
+)
 from tlora_fx.model.backbone import Backbone, load_backbone
 from tlora_fx.model.elastic import Resolve
 from tlora_fx.model.slots import VECTOR
@@ -524,7 +533,8 @@ def fuse(given: Prepared, runner: Runner, *, probed: bool = False) -> GroupGraph
             group.notes.extend(("trace", note) for note in given.notes)
             for job, sites in zip(given.jobs, given.sites, strict=True):
                 moved = moved_targets(job, given.backbone, sites)
-                group.notes.extend(("trace", note) for note in moved + idle_patterns(job, sites))
+                group.notes.extend(("trace", note) for note in moved)
+                group.notes.extend((IDLE, note) for note in idle_patterns(job, sites))
             return group
     raise AssertionError("no form was tried")
 

@@ -284,6 +284,18 @@ def test_verbose_false_says_nothing(base, tmp_path, capfd):
     assert "learning_rate 2" in found.warnings[0]
 
 
+def test_a_key_that_fits_no_module_is_warned_of(base, tmp_path):
+    """Its rank is nobody's."""
+    lora = LORA | {"rank_pattern": {"q_prj": 8}}
+    found = train(
+        Job("a", base=loaded(base), lora=lora, data=ROWS, max_steps=1),
+        output=tmp_path / "run", device="cpu", verbose=False,
+    )  # fmt: skip
+
+    warning = "job 'a': 'q_prj' in rank_pattern fits no adapted module, so it changes nothing"
+    assert found.warnings == (warning,)
+
+
 def test_progress_is_told(base, tmp_path, capfd):
     """By default the data and each job's end are told."""
     train(Job("a", base=loaded(base), lora=LORA, data=ROWS, **SHORT), output=tmp_path / "run")

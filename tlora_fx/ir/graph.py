@@ -56,6 +56,8 @@ ON_PARAMETERS = ("experts", "router", "parameter")
 ORIGIN = "origin"
 MADE_FROM = "made_from"
 TRACE = "trace"
+# Who notes that a part of a job's adapter does nothing; `train` warns of these.
+IDLE = "adapters"
 
 
 @dataclass(frozen=True, slots=True)

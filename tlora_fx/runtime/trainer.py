@@ -21,6 +21,7 @@ from tlora_fx.errors import NotAdmitted
 from tlora_fx.host import phases
 from tlora_fx.host.phases import StartRecord, phase
 from tlora_fx.host.quiet_import import ImportInThread
+from tlora_fx.ir.graph import IDLE
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.objectives import Objective
 from tlora_fx.model.supermodel import SuperModel
@@ -249,6 +250,9 @@ class Trainer:
         stack.enter_context(self.folder.held(self.checkpoints.resume))
         if self.mesh.leader:
             warn_of_own_loss(self.model, data, self.callback.warned)
+            notes = [text for by, text in self.model.group.notes if by == IDLE]
+            for text in dict.fromkeys(notes):
+                self.callback.warned(text)
             with phase("checkpoint"):
                 self.checkpoints.find(self.jobs, data)
         return data

@@ -23,6 +23,7 @@ from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import other_kind
 from tlora_fx.errors import AdapterMismatch, JobError, UnknownTarget, first_of, nearest
 from tlora_fx.ir.graph import (
+    IDLE,
     ON_PARAMETERS,
     PEFT_PREFIX,
     AdapterSite,
@@ -458,7 +459,7 @@ def require_trained(job: Job, graph: JobGraph) -> None:
         )
     if idle:
         note = f"the loss does not depend on adapters of {first_of(idle, 1)}: they are not saved"
-        graph.notes.append(("trace", note))
+        graph.notes.append((IDLE, note))
 
 
 def _trained_tensors(graph: JobGraph) -> set[str]:
