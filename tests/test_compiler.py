@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models import Plain, base_of, error_of, job
+from tests.models import Plain, base_of, error_of, hand_written, job
 from tlora_fx import compiler
 from tlora_fx.compiler import DEFAULT_PIPELINE, as_jobs, compile, run_passes, trace
 from tlora_fx.config.job import BaseSpec
@@ -197,6 +197,17 @@ def test_one_job_is_a_group_too(base):
 
     assert as_jobs(one) == [one] == as_jobs([one])
     assert compile(one).group.job_names == ["a"]
+
+
+def test_a_job_on_a_module_can_be_traced():
+    """In padded rows, as `compile` takes them; its layers fold."""
+    (job,) = hand_written(Plain())
+    graph = trace(job)
+
+    assert graph.form == "batch"
+    assert [block.instances for block in graph.blocks.values()] == [
+        ("layers.0", "layers.1", "layers.2")
+    ]
 
 
 def test_a_job_can_be_traced_by_itself(base):

@@ -375,12 +375,11 @@ def _sites(jobs: Sequence[Job], backbone: Backbone) -> list[dict[str, AdapterSit
 def trace(job: Job) -> JobGraph:
     """One job's graph over one row, cleaned, tagged and folded.
 
+    returns   rows and layers as in `compile`: packed and folded where the base allows it
     raises    TloraError, as `compile` does
     """
-    given = prepare([job])
-    form: Form = "batch" if job.base.attention == "batch" else "packed"
-    graph = job_graph(given.jobs[0], given.backbone, given.sites[0], form, exact=True)
-    Runner(resolve_pipeline(None)).run_job(graph)
+    passes = resolve_pipeline(None).until("fold-layers")
+    (graph,) = fuse(replace(prepare([job]), exact=True), Runner(passes)).jobs
     return graph
 
 
