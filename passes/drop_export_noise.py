@@ -3,7 +3,8 @@
 Reads   operators and values.
 Writes  nothing but the nodes it drops: metadata assertions, casts to the dtype that is there,
         moves to another device, slices of a whole dimension, dead code. Operators that work in
-        place return new tensors. What was made on the CPU is made where the row is.
+        place return new tensors. What was made on the CPU is made where the row is. A linear over
+        folded lines of a padded row takes the lines.
 Keeps   every number. `detach` is never noise: it keeps gradients out of no-grad regions.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,8 +20,9 @@ from torch import Tensor, fx
 
 from tlora_fx.errors import BaseNotTraceable
 from tlora_fx.ir.graph import JobGraph, is_call, is_writing
+from tlora_fx.passes.operator_facts import symbols_of
 from tlora_fx.pipeline import JobPass, Numerics, register
-from tlora_fx.rewriting import Rewriter
+from tlora_fx.rewriting import Maker, Rewriter, call, read_by
 
 aten = torch.ops.aten
 
@@ -50,6 +53,8 @@ class DropExportNoise(JobPass):
                 _spell_out(node)
             if _does_nothing(node):
                 rewriter.bypass(node, node.args[0])
+        if graph.form == "batch":
+            _unfold_lines(graph, rewriter)
         rewriter.erase_dead()
 
 
@@ -62,6 +67,29 @@ def _does_nothing(node: fx.Node) -> bool:
         step = node.args[4] if len(node.args) > 4 else 1
         return bool(start in (0, None) and stop in (END, None) and step == 1)
     return is_call(node, aten.alias.default, aten.lift_fresh_copy.default)
+
+
+def _unfold_lines(graph: JobGraph, rewriter: Rewriter) -> None:
+    """Write a linear over [S * B, F], whose result becomes [S, B, F'], as one over [S, B, F].
+
+    nn.MultiheadAttention folds the lines B of a padded row into another dimension, where no token
+    rule follows them, for its last linear alone.
+    """
+    ids = next(iter(graph.root.find_nodes(op="placeholder")))
+    lines = symbols_of(ids.meta["val"].shape[0])
+    for found in rewriter.find(FOLDED):
+        flat, product, result = (found[name] for name in ("flat", "product", "result"))
+        outer, *inner = (symbols_of(size) for size in result.meta["val"].shape[:-1])
+        folded = not outer & lines and any(lines & symbols for symbols in inner)
+        if folded and product.meta["val"].shape[-1] == result.meta["val"].shape[-1]:
+            rewriter.replace(found, partial(_over_lines, flat, product, result))
+
+
+def _over_lines(flat: fx.Node, product: fx.Node, result: fx.Node, make: Maker) -> fx.Node:
+    """The linear of lines that are not folded."""
+    sizes: Any = result.args[1]
+    x = make(aten.reshape.default, flat.args[0], [*sizes[:-1], flat.meta["val"].shape[-1]])
+    return make(aten.linear.default, x, *product.args[1:])
 
 
 def _spell_out(node: fx.Node) -> None:
@@ -256,6 +284,16 @@ def _refuse(node: fx.Node, job: str, found: str) -> Any:
 
 
 END = 2**63 - 1
+VIEWS = (aten.view.default, aten.reshape.default)
+#: A linear between two views; its rows are read by it alone.
+FOLDED = call(
+    VIEWS,
+    read_by(
+        call(aten.linear.default, read_by(call(VIEWS, ..., name="flat"), 1), ..., name="product"), 1
+    ),
+    ...,
+    name="result",
+)
 #: What cuts a part out of a tensor, and what puts another there.
 SCATTERS: dict[Any, Any] = {
     aten.slice.Tensor: aten.slice_scatter.default,

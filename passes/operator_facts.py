@@ -48,6 +48,11 @@ def dim_of(value: int, ndim: int) -> int:
     return value + ndim if value < 0 else value
 
 
+def symbols_of(size: Any) -> set[str]:
+    """The symbols in a size, none of a number."""
+    return set() if isinstance(size, int) else {str(s) for s in size.node.expr.free_symbols}
+
+
 def key_of(target: Any) -> str:
     """The name of an operator, the same for all its overloads."""
     return str(getattr(target, "overloadpacket", target))

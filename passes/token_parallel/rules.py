@@ -27,6 +27,7 @@ from tlora_fx.passes.operator_facts import (
     rank_of,
     reduced,
     results,
+    symbols_of,
 )
 
 __all__ = ["RULES", "Axis", "MixesTokens", "Rule", "dim_of", "find_rule", "rank_of", "rule"]
@@ -191,15 +192,11 @@ def _reshape(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     if axis is None:
         return None
     before, after = source.meta["val"].shape, node.meta["val"].shape
-    outside, row = str(prod(before[:axis])), _symbols(before[axis])
+    outside, row = str(prod(before[:axis])), symbols_of(before[axis])
     for place, size in enumerate(after):
-        if str(prod(after[:place])) == outside and row & _symbols(size):
+        if str(prod(after[:place])) == outside and row & symbols_of(size):
             return place
     raise MixesTokens("it folds the row into another dimension")
-
-
-def _symbols(size: Any) -> set[str]:
-    return set() if isinstance(size, int) else {str(s) for s in size.node.expr.free_symbols}
 
 
 @rule(aten.pad, aten.constant_pad_nd)

@@ -356,6 +356,14 @@ def idle_patterns(job: Job, sites: dict[str, AdapterSite]) -> list[str]:
 def _site(job: Job, path: str, module: nn.Module, config: Any, start: bool | str) -> AdapterSite:
     from peft import PeftType
 
+    if isinstance(module, nn.MultiheadAttention):
+        raise UnknownTarget(
+            "the linears of nn.MultiheadAttention cannot be adapted",
+            found=path,
+            expected="a linear module that the base calls",
+            help="PEFT adds its adapter to the weights anew in each forward, which a graph does "
+            "not keep: adapt linears beside it, or write the base's attention with linears",
+        )
     if config.peft_type != PeftType.LORA:
         # Such branches run as they are: PEFT's module has their numbers.
         kind = config.peft_type.lower()
