@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from tlora_fx.errors import FusionError, JobsDiffer
+from tlora_fx.errors import FusionError, JobsDiffer, PipelineError
 from tlora_fx.ir.graph import (
     INPUTS,
     TABLES,
@@ -62,6 +62,13 @@ class FuseBackbone(GroupPass):
     max_jobs: int = 64
 
     def run(self, group: GroupGraph) -> None:
+        if group.fused:
+            raise PipelineError(
+                "pass 'fuse-backbone' runs on jobs that are fused",
+                expected="each job's own graph",
+                found="a fused graph, which it would make anew, without what passes did to it",
+                help="name fuse-backbone once, before the passes on the fused graph",
+            )
         if len(group.jobs) > self.max_jobs:
             raise JobsDiffer(
                 "the group has more jobs than one model may hold",

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from tests.models import VOCABULARY, Plain, base_of, error_of, job
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
-from tlora_fx.errors import BaseRefused, CompileError, FusionError, JobsDiffer, NotFoldable
+from tlora_fx.errors import (
+    BaseRefused,
+    CompileError,
+    FusionError,
+    JobsDiffer,
+    NotFoldable,
+    PipelineError,
+)
 from tlora_fx.ir.graph import ancestry, is_call, origin_of, output_of, placeholders
 from tlora_fx.ir.names import block_name
 from tlora_fx.passes.fold_layers import canonical
@@ -123,6 +130,16 @@ def test_more_jobs_than_the_limit_are_refused(group_after):
     text = error_of(lambda: group_after(passes, "plain", "few"), JobsDiffer)
 
     assert "at most 1" in text
+
+
+def test_jobs_are_fused_once(group_after):
+    """A second time would lose what passes on the fused graph did."""
+    passes = f"{FUSE},lower-adapters,fuse-backbone"
+
+    text = error_of(lambda: group_after(passes, "plain", "few"), PipelineError)
+
+    assert "runs on jobs that are fused" in text
+    assert "name fuse-backbone once" in text
 
 
 def test_alignment_is_by_operators_not_by_count(group_after):

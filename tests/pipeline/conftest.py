@@ -37,6 +37,10 @@ class Wordy(CountNodes):
     name: ClassVar[str] = "wordy"
     preserves_numerics: ClassVar[str] = "Exact"
 
+class Undecorated(CountNodes):
+    name: ClassVar[str] = "undecorated"
+    at_most: int = 3
+
 @dataclass(frozen=True, slots=True)
 class Unready(JobPass):
     name: ClassVar[str] = "unready"
@@ -62,6 +66,7 @@ no-pass = strangers_passes:NoPass
 other-name = strangers_passes:CountNodes
 tag-roles = strangers_passes:CountNodes
 wordy = strangers_passes:Wordy
+undecorated = strangers_passes:Undecorated
 unready = strangers_passes:Unready
 leaves = strangers_exit:Leaves
 thief = strangers_thief:TagRoles

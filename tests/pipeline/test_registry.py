@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import ClassVar
 
 import pytest
 
@@ -10,7 +11,15 @@ from tests.models import error_of
 from tests.pipeline.graphs import small_graph
 from tlora_fx.errors import PipelineError, PluginBroken
 from tlora_fx.passes import find_passes
-from tlora_fx.pipeline import Runner, find_pass, parse_pipeline, pass_names, plugin_passes
+from tlora_fx.pipeline import (
+    JobPass,
+    Runner,
+    find_pass,
+    parse_pipeline,
+    pass_names,
+    plugin_passes,
+    register,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +56,7 @@ def test_a_broken_plugin_is_listed_with_its_reason(strangers):
     assert "calls itself 'count-nodes'" in found["other-name"].broken
     assert "preserves_numerics is 'Exact'" in found["wordy"].broken
     assert "run(graphs)" in found["unready"].broken
+    assert "it is no dataclass" in found["undecorated"].broken
     assert "SystemExit: 3" in found["leaves"].broken
 
 
@@ -59,6 +69,22 @@ def test_nobody_takes_the_name_of_our_pass(strangers):
     assert found["tag-roles"].found is None
     assert "two passes are called 'tag-roles'" in found["thief"].broken
     assert find_pass("tag-roles") is mine
+
+
+def test_a_pass_whose_fields_are_no_options_is_refused():
+    """`@dataclass` makes them options; above `@register` it makes them those of another class."""
+
+    class Undecorated(JobPass):
+        name: ClassVar[str] = "undecorated"
+        number: int = 3
+
+        def run(self, graph):
+            """Do nothing."""
+
+    text = error_of(lambda: register(Undecorated), PipelineError)
+
+    assert "pass 'undecorated' is no dataclass" in text
+    assert "between @register and the class" in text
 
 
 def test_a_broken_plugin_that_is_asked_for_says_why(strangers):

@@ -113,6 +113,7 @@ def test_options_at_their_default_are_left_out():
         ("options{flag=3}", "flag"),
         ("options{number=1 number=2}", "given twice"),
         ("options{sizes=3}", "sizes"),
+        ("lower-adapters{compute=half}", "job | base | float32"),
         ("needs", "needs{number=...}"),
         ("needs{number=-1}", "the number is below 0"),
     ],

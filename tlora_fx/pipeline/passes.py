@@ -112,7 +112,7 @@ def options_of(cls: type[Pass]) -> list[PassOption]:
     return [
         PassOption(
             field.name.replace("_", "-"),
-            _kind(hints[field.name]),
+            kind_of(hints[field.name]),
             "" if (value := default_of(field)) is dataclasses.MISSING else show_value(value),
             _help_of(cls, field.name),
         )
@@ -159,7 +159,8 @@ def read_value(text: str) -> object:
         return text
 
 
-def _kind(hint: Any) -> str:
+def kind_of(hint: Any) -> str:
+    """An option's type as users read it."""
     if get_origin(hint) is Literal:
         return " | ".join(get_args(hint))
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

@@ -40,6 +40,12 @@ def register(cls: P) -> P:
             found=f"{cls.__module__}.{cls.__qualname__}",
             help="names have small letters, digits and '-'",
         )
+    if _has_undeclared_fields(cls):
+        raise PipelineError(
+            f"pass '{cls.name}' is no dataclass, so its options are not known",
+            found=_full_name(cls),
+            help="write @dataclass(frozen=True, slots=True) between @register and the class",
+        )
     known = REGISTRY.get(cls.name, cls)
     if _full_name(known) != _full_name(cls):
         raise PipelineError(
@@ -50,6 +56,18 @@ def register(cls: P) -> P:
         )
     REGISTRY[cls.name] = cls
     return cls
+
+
+def _has_undeclared_fields(cls: type) -> bool:
+    """Whether a class has fields, or a constructor, that no `@dataclass` above it has seen."""
+    for part in cls.__mro__:
+        own = vars(part)
+        if "__dataclass_fields__" in own:
+            return False
+        kinds = map(str, inspect.get_annotations(part).values())
+        if "__init__" in own or any("ClassVar" not in kind for kind in kinds):
+            return True
+    return False
 
 
 def _full_name(cls: type) -> str:
@@ -148,7 +166,7 @@ def _why_no_pass(cls: type, entry: EntryPoint) -> str:
         return f"the class calls itself '{getattr(cls, 'name', None)}'"
     if REGISTRY.get(entry.name, cls) is not cls:
         return "the name is another pass's already"
-    if inspect.isabstract(cls) or not is_dataclass(cls):
+    if inspect.isabstract(cls) or not is_dataclass(cls) or _has_undeclared_fields(cls):
         return "it is no dataclass with a method run(graphs)"
     if cls.preserves_numerics not in get_args(Numerics):
         return f"preserves_numerics is {cls.preserves_numerics!r}, not exact, bound or no"

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from tlora_fx.config.fields import default_of
 from tlora_fx.config.pipeline_text import require_option, split_pipeline
 from tlora_fx.errors import PipelineError, nearest
-from tlora_fx.pipeline.passes import GroupPass, JobPass, Pass, read_value
+from tlora_fx.pipeline.passes import GroupPass, JobPass, Pass, kind_of, read_value
 from tlora_fx.pipeline.registry import REGISTRY, find_pass
 
 _NO_WORD = re.compile(r"[,={}]")
@@ -196,7 +196,7 @@ def _typed(cls: type[Pass], field: str, option: str, value: object) -> object:
     except ValidationError as error:
         raise PipelineError(
             f"wrong value of option '{option}' of pass '{cls.name}'",
-            expected=getattr(hint, "__name__", hint),
+            expected=kind_of(hint),
             found=value,
             help=error.errors()[0]["msg"],
         ) from None
