@@ -179,6 +179,33 @@ def test_a_decision_that_cannot_be_run_is_refused(groups, found):
         made.loop.advance(0.0)
 
 
+@pytest.mark.parametrize(
+    ("says", "found"),
+    [
+        (lambda state: [job.request for job in state.jobs], "policy 'scripted' raised Attribute"),
+        (lambda state: (_ for _ in ()).throw(KeyError("a")), "test_loop.py:"),
+    ],
+)
+def test_a_policy_that_fails_is_blamed_by_name(says, found):
+    """With the line at which it failed."""
+    made = rig(Scripted(says))
+    made.loop.submit(request("a"))
+
+    with pytest.raises(DecisionWrong, match=found):
+        made.loop.advance(0.0)
+
+
+def test_what_is_no_decision_is_refused(monkeypatch):
+    """A list of groups is none."""
+    policy = Scripted()
+    monkeypatch.setattr(policy, "decide", lambda state, explain=False: [])
+    made = rig(policy)
+    made.loop.submit(request("a"))
+
+    with pytest.raises(DecisionWrong, match=r"expected  a tlora_fx.scheduler.state.Decision"):
+        made.loop.advance(0.0)
+
+
 def test_told_to_stop_it_drains_and_starts_nothing():
     """After `drain_all` the loop becomes quiet, with every job's steps known."""
     made = rig()

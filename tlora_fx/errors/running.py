@@ -322,7 +322,7 @@ class SubmittedTwice(TloraError, code="T0970"):
 
 
 class DecisionWrong(TloraError, code="T0971"):
-    """A scheduling policy made a decision that cannot be carried out.
+    """A scheduling policy failed, or made a decision that cannot be carried out.
 
     This is a defect of the policy. `tlora_fx.scheduler.state.Decision` has the rules.
     """

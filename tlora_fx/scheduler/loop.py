@@ -54,7 +54,7 @@ from tlora_fx.scheduler.state import (
     Policy,
     SchedulerState,
     arrival,
-    check,
+    decision_of,
 )
 
 if TYPE_CHECKING:
@@ -629,10 +629,9 @@ class Loop:
         """Ask the policy, and begin to do what it says."""
         state = self.state(now)
         evaluations, begun = self.estimator.evaluations, perf_counter()
-        decision = self.policy.decide(state)
+        decision = decision_of(self.policy, state)
         wall = perf_counter() - begun
         evaluations = self.estimator.evaluations - evaluations
-        check(self.policy.name, decision, state)
         self.changed = self.prompted = False
         self._decided = now
         self.decision = decision

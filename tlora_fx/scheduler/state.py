@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from typing import Annotated, ClassVar, Protocol
 
 from pydantic import AliasChoices, ConfigDict, Field, PlainSerializer, TypeAdapter
@@ -12,7 +14,7 @@ from pydantic import AliasChoices, ConfigDict, Field, PlainSerializer, TypeAdapt
 from tlora_fx.cost.estimator import Estimator
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
-from tlora_fx.errors import DecisionWrong
+from tlora_fx.errors import DecisionWrong, TloraError
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +275,31 @@ def pressed_first(job: ActiveJob, now: float) -> tuple[bool, float, float, str]:
 
 
 # What must hold of a policy's decision before it is carried out.
+
+
+def decision_of(policy: Policy, state: SchedulerState) -> Decision:
+    """What a policy decides; raises DecisionWrong where that cannot be run, or the policy fails."""
+    try:
+        decision = policy.decide(state)
+    except TloraError:
+        raise
+    except Exception as error:
+        *_, last = traceback.extract_tb(error.__traceback__)
+        raise DecisionWrong(
+            f"policy '{policy.name}' raised {type(error).__name__}",
+            at=f"{Path(last.filename).name}:{last.lineno}  {last.line}",
+            found=error,
+            help="this is a mistake of the policy",
+        ) from error
+    if not isinstance(decision, Decision):
+        raise DecisionWrong(
+            f"policy '{policy.name}' made no decision",
+            expected="a tlora_fx.scheduler.state.Decision",
+            found=repr(decision)[:100],
+            help="this is a mistake of the policy",
+        )
+    check(policy.name, decision, state)
+    return decision
 
 
 def check(policy: str, decision: Decision, state: SchedulerState) -> None:
