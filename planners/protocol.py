@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import (
@@ -24,21 +24,28 @@ from pydantic import (
     model_validator,
 )
 
-from tlora_fx.config.plugins import load_plugin, plugin_names
+from tlora_fx.config.plugins import Plugin, load_plugin, plugin_names, plugins_of
 from tlora_fx.cost.load import MAX_ROW_TOKENS
 from tlora_fx.cost.plan import TAKEN_OUT, MeshShape, Plan
 from tlora_fx.cost.step_time import GPUS_PER_NODE
-from tlora_fx.errors import PlanNotRunnable, PluginBroken, UnknownPlanner, nearest
+from tlora_fx.errors import (
+    PlanNotRunnable,
+    PluginBroken,
+    TloraError,
+    UnknownPlanner,
+    failed_at,
+    nearest,
+)
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import Mesh
-from tlora_fx.pipeline.registry import PLANNERS
 
 if TYPE_CHECKING:
     from tlora_fx.parallel.apply import StepRunner
 
 logger = logging.getLogger(__name__)
 
-PACKAGE = "tlora_fx.planners"
+#: Where our planners stand, and the group of entry points of others.
+PLANNERS = "tlora_fx.planners"
 
 
 class PlannerOptions(BaseModel):
@@ -106,9 +113,30 @@ class Planner:
         shape     the mesh, or None where the planner is to choose it (`processes` in options)
         profile   measured times of layers, where the planner uses them
         options   an instance of `Options`, or its fields
-        raises    MeshDoesNotFit, PlanNotRunnable
+        raises    MeshDoesNotFit, PlanNotRunnable; PluginBroken for a foreign planner that fails
         """
-        return self.make(model, shape, self.Options.model_validate(options or {}), profile)
+        valid = self.Options.model_validate(options or {})
+        if type(self).__module__.startswith(f"{PLANNERS}."):
+            return self.make(model, shape, valid, profile)
+        try:
+            plan = self.make(model, shape, valid, profile)
+        except TloraError:
+            raise
+        except Exception as error:
+            raise PluginBroken(
+                f"planner '{self.name}' raised {type(error).__name__}",
+                at=failed_at(error),
+                found=error,
+                help="this is a mistake of the planner",
+            ) from error
+        if not isinstance(plan, Plan):
+            raise PluginBroken(
+                f"planner '{self.name}' made no plan",
+                expected="a tlora_fx.cost.plan.Plan",
+                found=repr(plan)[:100],
+                help="this is a mistake of the planner",
+            )
+        return plan
 
     def make(self, model: SuperModel, shape: MeshShape | None, options: Any, profile: Any) -> Plan:
         """Make a plan; the same for the same arguments, on every process.
@@ -159,12 +187,24 @@ def find_planner(name: str) -> Planner:
             nearest=nearest(name, known),
             help="known planners: " + ", ".join(known),
         )
-    plugin = load_plugin(offered[0])
-    kind, broken = plugin.found, plugin.broken
-    if kind is not None and issubclass(kind, Planner) and not broken:
-        return kind()
-    why = broken or f"{plugin.target} is no Planner"
-    raise replace(plugin, broken=why).error(f"planner '{name}'")
+    plugin = load_planner(offered[0])
+    if plugin.found is None:
+        raise plugin.error(f"planner '{name}'")
+    planner: Planner = plugin.found()
+    return planner
+
+
+def plugin_planners() -> list[Plugin]:
+    """The planners of other packages, broken ones too, by name."""
+    return plugins_of(PLANNERS, load_planner)
+
+
+def load_planner(entry: EntryPoint) -> Plugin:
+    """Import what an entry point names; never raises."""
+    plugin = load_plugin(entry)
+    if plugin.found is None or issubclass(plugin.found, Planner):
+        return plugin
+    return replace(plugin, found=None, broken=f"{plugin.target} is no Planner")
 
 
 def planner_of(plan: Plan) -> Planner:
@@ -183,8 +223,8 @@ def planner_names() -> list[str]:
 
 def _own_planners() -> dict[str, type[Planner]]:
     """The planners of this package, by name."""
-    modules = pkgutil.iter_modules(import_module(PACKAGE).__path__)
-    kinds = (kind for entry in modules for kind in _planners_in(f"{PACKAGE}.{entry.name}"))
+    modules = pkgutil.iter_modules(import_module(PLANNERS).__path__)
+    kinds = (kind for entry in modules for kind in _planners_in(f"{PLANNERS}.{entry.name}"))
     return {kind.name: kind for kind in kinds}
 
 

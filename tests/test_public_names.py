@@ -14,7 +14,7 @@ from tlora_fx.config.other_kinds import ADAPTERS
 from tlora_fx.config.pipeline_text import PASSES
 from tlora_fx.ops.job_operator import OPERATORS
 from tlora_fx.ops.kernels.templates import KERNELS
-from tlora_fx.pipeline.registry import PLANNERS
+from tlora_fx.planners.protocol import PLANNERS
 from tlora_fx.scheduler.policies import ENTRY_POINTS
 
 ROOT = Path(__file__).parents[1]

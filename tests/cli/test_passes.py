@@ -47,6 +47,9 @@ def test_passes_of_other_packages_are_listed(capsys, strangers):  # noqa: F811
     assert "BROKEN (strangers 1.2)" in text
     assert "No module named 'strangers_lost_module'" in text
     assert "planners from other packages" in text
+    assert "strangers_passes:NoPass is no Planner" in text
+    assert "policies from other packages" in text
+    assert "strangers_passes:NoPass is no dataclass" in text
 
 
 def test_the_default_pipeline_can_be_printed(capsys):

@@ -73,6 +73,10 @@ thief = strangers_thief:TagRoles
 
 [tlora_fx.planners]
 lost = strangers_lost_module:Planner
+no-planner = strangers_passes:NoPass
+
+[tlora_fx.policies]
+no-policy = strangers_passes:NoPass
 """
 
 

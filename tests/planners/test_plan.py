@@ -26,6 +26,7 @@ from tlora_fx.errors import (
     PlanFileError,
     PlanNotForModel,
     PlanNotRunnable,
+    PluginBroken,
     RanksParted,
     UnknownPlanner,
 )
@@ -35,7 +36,7 @@ from tlora_fx.parallel.apply import FirstStep, GradientBuckets, require_nano
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.parallel.prepare import fitting_meshes, planned_passes, prepared, require_fits
 from tlora_fx.planners.builtin import activation_bytes, base_bytes, choose
-from tlora_fx.planners.protocol import find_planner, planner_names, planner_of
+from tlora_fx.planners.protocol import Planner, find_planner, planner_names, planner_of
 from tlora_fx.runtime.adapters.files import base_tensors
 from tlora_fx.runtime.controllers import NanoBatches, find_controller
 from tlora_fx.runtime.data.batching import Cutting, cut_round
@@ -117,6 +118,38 @@ def test_a_mesh_that_does_not_fit_names_those_that_do(model: SuperModel) -> None
     assert "(pp=1,dp=2,tp=2)" in str(error.value)
     assert MeshShape(pp=4) not in fitting_meshes(model, 4)
     assert MeshShape(pp=2, tp=2) in fitting_meshes(model, 4)
+
+
+class Failing(Planner):
+    """A planner of a package, with a mistake in it."""
+
+    name = "failing"
+
+    def make(self, model, shape, options, profile):
+        """Find no key."""
+        return {}["mesh"]
+
+
+class Planless(Planner):
+    """A planner that forgets to return its plan."""
+
+    name = "planless"
+
+    def make(self, model, shape, options, profile):
+        """Do nothing."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (Failing, r"planner 'failing' raised KeyError\n  at     test_plan.py:\d+  return \{\}"),
+        (Planless, r"planner 'planless' made no plan\n  expected  a tlora_fx.cost.plan.Plan"),
+    ],
+)
+def test_a_foreign_planner_that_fails_is_blamed_by_name(model: SuperModel, kind, told) -> None:
+    """With the line of its own code."""
+    with pytest.raises(PluginBroken, match=told):
+        kind().plan(model)
 
 
 def test_an_unknown_planner_is_told_with_the_nearest() -> None:

@@ -49,7 +49,7 @@ def test_an_unknown_policy_gets_the_nearest_name():
     ("target", "told"),
     [
         ("a_lost_module:Policy", "ModuleNotFoundError"),
-        ("fractions:Fraction", "fractions:Fraction is no dataclass with a method decide"),
+        ("fractions:Fraction", "fractions:Fraction is no dataclass"),
         ("math:pi", "math:pi is no class"),
     ],
 )

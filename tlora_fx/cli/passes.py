@@ -54,7 +54,9 @@ def overview(default: list[str]) -> Iterator[str]:
     """All passes: ours in the order of the default pipeline, other packages' after them."""
     from tlora_fx.config.other_kinds import plugin_kinds
     from tlora_fx.ops.job_operator import plugin_operators
-    from tlora_fx.pipeline import REGISTRY, plugin_passes, plugin_planners
+    from tlora_fx.pipeline import REGISTRY, plugin_passes
+    from tlora_fx.planners.protocol import plugin_planners
+    from tlora_fx.scheduler.policies import plugin_policies
 
     yield "default pipeline"
     for name in default:
@@ -75,6 +77,7 @@ def overview(default: list[str]) -> Iterator[str]:
         else:
             yield from _entry(plugin.found, plugin.package)
     yield from _others("planners", plugin_planners())
+    yield from _others("policies", plugin_policies())
     yield from _others("adapters", plugin_kinds())
     yield from _others("operators", plugin_operators())
     yield "\nThe default as text: tlora-fx passes --pipeline. One pass: tlora-fx passes show NAME."

@@ -269,7 +269,7 @@ class SuperModelMisuse(CompileError, code="T0214"):
 
 
 class PluginBroken(CompileError, code="T0226"):
-    """A plug-in of another package cannot be imported, or is not what its entry point promises.
+    """A plug-in of another package cannot be imported, is not what it promises, or fails.
 
     `tlora-fx passes` gives the reason.
     """

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import ClassVar
 
 #: What a terminal obeys instead of showing it: controls but tabs and ends of lines, other ends of
@@ -118,3 +120,11 @@ def first_of(names: Sequence[str], most: int, between: str = ", ") -> str:
     """The first of some names, and how many more there are: "a, b and 3 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return between.join(names[:most]) + more
+
+
+def failed_at(error: BaseException) -> str | None:
+    """The line at which an error came: "plan.py:7  x = y / 0"."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return None
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}  {frames[-1].line}"

@@ -48,7 +48,6 @@ from tlora_fx.pipeline.registry import (
     load_extension,
     pass_names,
     plugin_passes,
-    plugin_planners,
     register,
 )
 from tlora_fx.pipeline.rewrites import (
@@ -90,7 +89,6 @@ __all__ = [
     "parse_pipeline",
     "pass_names",
     "plugin_passes",
-    "plugin_planners",
     "register",
     "rewrite_allowed",
     "watched_rules",

@@ -1,8 +1,8 @@
 """The passes that are known by name: our own, and those of other packages.
 
-Other packages name theirs in the entry-point group `tlora_fx.passes`, planners in
-`tlora_fx.planners`. They are imported when they are asked for; one that cannot be imported is
-listed as broken with its reason, and breaks nothing else.
+Other packages name theirs in the entry-point group `tlora_fx.passes`. They are imported when they
+are asked for; one that cannot be imported is listed as broken with its reason, and breaks nothing
+else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from tlora_fx.errors import PipelineError, PluginBroken
 from tlora_fx.pipeline.passes import NAME, GroupPass, JobPass, Numerics, Pass, options_of
 
 PASSES = "tlora_fx.passes"
-PLANNERS = "tlora_fx.planners"
 
 # Our own, and what Python code registered.
 REGISTRY: dict[str, type[Pass]] = {}
@@ -141,11 +140,6 @@ def _line_in(file: Path | None, error: BaseException) -> str | None:
 def plugin_passes() -> list[Plugin]:
     """The passes of other packages, broken ones too, by name."""
     return plugins_of(PASSES, load_pass)
-
-
-def plugin_planners() -> list[Plugin]:
-    """The planners of other packages, broken ones too, by name."""
-    return plugins_of(PLANNERS)
 
 
 def load_pass(entry: EntryPoint) -> Plugin:

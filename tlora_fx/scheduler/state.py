@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from pathlib import Path
 from typing import Annotated, ClassVar, Protocol
 
 from pydantic import AliasChoices, ConfigDict, Field, PlainSerializer, TypeAdapter
@@ -14,7 +12,7 @@ from pydantic import AliasChoices, ConfigDict, Field, PlainSerializer, TypeAdapt
 from tlora_fx.cost.estimator import Estimator
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
-from tlora_fx.errors import DecisionWrong, TloraError
+from tlora_fx.errors import DecisionWrong, TloraError, failed_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,10 +282,9 @@ def decision_of(policy: Policy, state: SchedulerState) -> Decision:
     except TloraError:
         raise
     except Exception as error:
-        *_, last = traceback.extract_tb(error.__traceback__)
         raise DecisionWrong(
             f"policy '{policy.name}' raised {type(error).__name__}",
-            at=f"{Path(last.filename).name}:{last.lineno}  {last.line}",
+            at=failed_at(error),
             found=error,
             help="this is a mistake of the policy",
         ) from error

@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
 import yaml
 
-from tlora_fx.config.plugins import load_plugin
+from tlora_fx.config.plugins import Plugin, load_plugin, plugins_of
 from tlora_fx.errors import PolicyOptionWrong, UnknownPolicy, did_you_mean
 from tlora_fx.scheduler.state import Policy
 
@@ -107,16 +107,34 @@ def _find(name: str) -> type[Any]:
         ours: type[Any] = getattr(import_module(f"{__name__}.{module}"), kind)
         return ours
     others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-    if name not in others:
-        known = [*_OURS, *others]
-        raise UnknownPolicy(
-            f"there is no policy '{name}'",
-            expected=", ".join(known),
-            help=did_you_mean(name, known, "choose one of these"),
-        )
-    plugin = load_plugin(others[name])
-    found = plugin.found
-    if found is not None and dataclasses.is_dataclass(found) and hasattr(found, "decide"):
-        return found
-    why = plugin.broken or f"{plugin.target} is no dataclass with a method decide(state)"
-    raise dataclasses.replace(plugin, broken=why).error(f"policy '{name}'")
+    if name in others:
+        plugin = load_policy(others[name])
+        if plugin.found is None:
+            raise plugin.error(f"policy '{name}'")
+        theirs: type[Any] = plugin.found
+        return theirs
+    known = [*_OURS, *others]
+    raise UnknownPolicy(
+        f"there is no policy '{name}'",
+        expected=", ".join(known),
+        help=did_you_mean(name, known, "choose one of these"),
+    )
+
+
+def plugin_policies() -> list[Plugin]:
+    """The policies of other packages, broken ones too, by name."""
+    return plugins_of(ENTRY_POINTS, load_policy)
+
+
+def load_policy(entry: EntryPoint) -> Plugin:
+    """Import what an entry point names; never raises."""
+    plugin = load_plugin(entry)
+    if plugin.found is None:
+        return plugin
+    if not dataclasses.is_dataclass(plugin.found):
+        why = f"{entry.value} is no dataclass"
+    elif not callable(getattr(plugin.found, "decide", None)):
+        why = f"{entry.value} has no method decide(state, *, explain)"
+    else:
+        return plugin
+    return dataclasses.replace(plugin, found=None, broken=why)
