@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -483,6 +485,10 @@ def test_what_a_group_cannot_do_says_what_to_do(jobs, data):
         ([[Sample(torch.tensor([1, 2]), (1, 2))]], "of a tensor or an array, give .tolist"),
         ([Sample((1, 2), (1, 2))], "in no micro-batch"),
         (Sample((1, 2), (1, 2)), "in no micro-batch"),
+        ([[{"input_ids": (1, 2), "labels": (1, 2)}]], "dict in place of a sample"),
+        ([{"input_ids": (1, 2), "labels": (1, 2)}], "dict in place of a list"),
+        (["text"], "str in place of a list"),
+        (5, "int in place of a list"),
         (Batch([[Sample((1, 2), (1, 2))]], normalizer=0.0), "divided"),
         (Batch([[Sample((1, 2), (1, 2))]], normalizer=math.nan), "divided"),
     ],
@@ -495,6 +501,15 @@ def test_a_batch_that_teaches_nothing_is_refused_before_it_runs(jobs, data, batc
         group.accumulate({"b": data["b"].step(0), "a": batch})
     with pytest.raises(StepMisuse, match="gathered no gradients"):
         group.apply({"b": {}})
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_step_is_not_copied(jobs, copied):
+    """The optimizers of a copy would hold tensors that its model does not read."""
+    group = group_of(jobs["a"])
+
+    with pytest.raises(StepMisuse, match="step\\.model"):
+        copied(group)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has the device")

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NoReturn, Protocol, SupportsIndex
 from weakref import WeakSet
 
 import torch
@@ -175,6 +175,13 @@ class GroupStep:
         self.keepers: WeakSet[Keeper] = WeakSet()
         self._gathered: dict[int, Gathered] = {}
         self._parked: dict[str, JobState] = {}
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise StepMisuse(
+            "a GroupStep cannot be copied or pickled: it updates its model's own tensors",
+            help="copy the weights, step.model.state_dict(), or the adapters, "
+            "step.member(name).final_adapter()",
+        )
 
     # Weights.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Literal
@@ -146,14 +146,30 @@ def require_batch(job: Job, batch: Batch, vocabulary: int, *, alone: bool) -> No
 def _samples_of(job: Job, batch: Batch) -> list[Sample]:
     """All samples of a batch; raises StepMisuse where it is no list of lists of samples."""
     micro_batches = batch.micro_batches
-    if isinstance(micro_batches, Sample) or any(isinstance(of, Sample) for of in micro_batches):
-        raise StepMisuse(
-            "a batch is a list of micro-batches, and a micro-batch is a list of samples",
-            job=job.name,
-            found="a sample that is in no micro-batch",
-            help="write [[sample, ...]] for one micro-batch",
-        )
-    return [sample for micro in micro_batches for sample in micro]
+    flat = isinstance(micro_batches, Sample)
+    if flat or any(isinstance(of, Sample) for of in _listed(job, micro_batches)):
+        raise _no_batch(job, "a sample that is in no micro-batch")
+    samples: list[Sample] = []
+    for item in (item for micro in micro_batches for item in _listed(job, micro)):
+        if not isinstance(item, Sample):
+            raise _no_batch(job, f"{type(item).__name__} in place of a sample")
+        samples.append(item)
+    return samples
+
+
+def _listed(job: Job, items: object) -> Collection[object]:
+    if isinstance(items, Collection) and not isinstance(items, (str, Mapping)):
+        return items
+    raise _no_batch(job, f"{type(items).__name__} in place of a list")
+
+
+def _no_batch(job: Job, found: str) -> StepMisuse:
+    return StepMisuse(
+        "a batch is a list of micro-batches, and a micro-batch is a list of samples",
+        job=job.name,
+        found=found,
+        help="write [[Sample(input_ids=..., labels=...), ...]] for one micro-batch",
+    )
 
 
 def _require_tokens(job: Job, number: int, sample: Sample, vocabulary: int) -> None:
