@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -108,12 +109,32 @@ def test_pytest_gets_a_test_for_each_check():
     assert mark.args == ("name", NAMES)
 
 
+def test_a_declaration_without_rows_is_refused():
+    """Nothing of it would be checked."""
+    bare = type("Bare", (JobOperator,), {"target": torch.ops.tlora_fx.sequence_cumsum.default})
+
+    text = error_of(lambda: register_operator(bare), OperatorNotRegistrable)
+
+    assert "one of them in `rows`" in text
+
+
+@pytest.mark.parametrize("missing", ["reference", "example"])
+def test_tests_of_an_operator_say_what_it_lacks(missing):
+    """The method, and who calls it."""
+    checks = checks_of(f"without_{missing}", centered)
+    lacking = type("Lacking", (checks.operator,), {missing: vars(JobOperator)[missing]})
+
+    with pytest.raises(NotImplementedError, match=f"has no `{missing}`"):
+        replace(checks, operator=lacking).check_reference()
+
+
 @pytest.mark.parametrize(
     ("said", "told"),
     [
         ({"rows": {"y": 1}}, "found     y"),
         ({"tables": ("x",)}, "found     x"),
         ({"rows": {}}, "one of them in `rows`"),
+        ({}, "torch's and ours have rules"),
         ({"banks": ("x",), "rows": {"cu_seqlens": 0}, "tables": ()}, "a, b, ranks, scales"),
         ({"target": centered}, "such as torch.ops.mine.op.default"),
     ],

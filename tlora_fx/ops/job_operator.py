@@ -59,7 +59,7 @@ class JobOperator:
     @classmethod
     def reference(cls, *args: Any, **kwargs: Any) -> Any:
         """What the operator gives for one job that has a row to itself, in plain PyTorch."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{cls.__name__} has no `reference`, which operator_tests calls")
 
     @classmethod
     def example(cls, tokens: int, draw: Draw) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class JobOperator:
 
         A bank is the job's own rows of it. Other arguments may stand beside them, as constants.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{cls.__name__} has no `example`, which operator_tests calls")
 
     @classmethod
     def mixes(cls, arguments: Mapping[str, Any]) -> str:
@@ -124,18 +124,21 @@ def arguments_of(target: Any) -> tuple[str, ...]:
 
 def _check_arguments(cls: type[JobOperator], target: Any) -> None:
     names = arguments_of(target)
-    declared = (*cls.rows, *cls.tables, *cls.banks, *cls.per_job)
+    rows = getattr(cls, "rows", {})
+    declared = (*rows, *cls.tables, *cls.banks, *cls.per_job)
     needed = (*declared, *(("jobs",) if cls.per_job else ()))
     needed += SITE_ARGUMENTS if cls.banks else ()
     missing = sorted(set(needed) - set(names))
     if missing:
         raise _refused(cls, f"arguments among {', '.join(names)}", ", ".join(missing))
     twice = sorted({name for name in declared if declared.count(name) > 1})
-    if twice or not cls.rows:
+    if twice or not rows:
         raise _refused(cls, "each argument once, one of them in `rows`", ", ".join(twice) or "none")
     unknown = sorted(set(cls.tables) - set(ROW_TABLES))
     if unknown:
         raise _refused(cls, f"tables among {', '.join(ROW_TABLES)}", ", ".join(unknown))
+    if target.namespace in ("aten", "prims", "tlora_fx"):
+        raise _refused(cls, "an operator of a package; torch's and ours have rules", target)
     if target._schema.is_mutable:
         raise _refused(cls, "an operator that writes into none of its arguments", target._schema)
 
