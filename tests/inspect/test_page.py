@@ -44,11 +44,17 @@ def test_what_the_page_shows_is_what_comes_out(command, lines, folder, monkeypat
         assert line == "..." or line in out, line
 
 
-def test_the_python_example_runs(folder, monkeypatch, capsys):
-    """It names every pass, and the node that costs most."""
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+def test_the_python_examples_run(folder, monkeypatch, capsys):
+    """They print the listing, name every pass, and the node that costs most."""
+    printing, watching = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     monkeypatch.chdir(folder)
-    exec(compile(code, "inspecting.md", "exec"), {})
+    exec(compile(printing, "inspecting.md", "exec"), {})
+    out = capsys.readouterr().out
+
+    assert "layers.0-3 ×4" in out
+    assert "GroupGraph(['word-problems', 'small-talk', 'records'], packed rows, fused, " in out
+
+    exec(compile(watching, "inspecting.md", "exec"), {})
     out = capsys.readouterr().out
 
     assert "9 lower-loss" in out

@@ -127,6 +127,24 @@ def test_a_model_is_not_pickled(model):
     assert "tlora_fx.load" in error_of(lambda: pickle.dumps(model), SuperModelMisuse)
 
 
+def test_a_printed_model_tells_its_jobs_and_ranks(model):
+    """A tree of modules that says who has which rank at which sizes."""
+    text = repr(model)
+
+    assert "jobs: all, few, pattern; packed rows" in text
+    assert "ranks=[8, 4, " in text
+    assert text.count("AdapterBank(in_features=") == len(model.banks)
+
+
+def test_printed_graphs_are_one_line(model):
+    """fx.Graph prints the code; these hold many."""
+    assert repr(model.group).startswith(
+        "GroupGraph(['all', 'few', 'pattern'], packed rows, fused, "
+    )
+    assert "\n" not in repr(model.group)
+    assert repr(model.group.jobs[1]).startswith("JobGraph('few', packed rows, ")
+
+
 def test_a_copy_of_a_model_trains_by_itself(model):
     """Equal losses, and gradients of its own."""
     row = row_of(model, [tokens([4])] * 3)

@@ -198,6 +198,9 @@ class JobGraph:
     repeated: frozenset[str] = frozenset()
     facts: dict[str, str] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"JobGraph({self.name!r}, {self.form} rows, {_counted(self)})"
+
     def graphs(self) -> Iterator[fx.Graph]:
         """The root and every block's graph."""
         yield self.root
@@ -268,6 +271,10 @@ class GroupGraph:
 
     def __post_init__(self) -> None:
         self.constants.update(self.base.constants)
+
+    def __repr__(self) -> str:
+        stage = "fused" if self.fused else "not fused"
+        return f"GroupGraph({self.job_names}, {self.form} rows, {stage}, {_counted(self)})"
 
     @property
     def form(self) -> Form:
@@ -383,6 +390,11 @@ def digraph(graph: fx.Graph) -> nx.DiGraph:
             readers.add_node(node)
             readers.add_edges_from((source, node) for source in node.all_input_nodes)
     return readers
+
+
+def _counted(graphs: JobGraph | GroupGraph) -> str:
+    nodes = sum(len(graph.nodes) for graph in graphs.graphs())
+    return f"{nodes} nodes, blocks {[*graphs.blocks]}"
 
 
 def shape_of(node: fx.Node) -> tuple[Any, ...] | None:

@@ -74,6 +74,12 @@ class AdapterBank(nn.Module):
         self.register_buffer("rates", torch.tensor(rates, dtype=torch.float64), persistent=False)
         self.register_buffer("site", torch.tensor(site_id, dtype=torch.int64), persistent=False)
 
+    def extra_repr(self) -> str:
+        """Sizes and each job's rank, as `print(model)` shows them."""
+        spans = [self._rows_of(job) for job in range(len(self.scales))]
+        ranks = [stop - start for start, stop in spans]
+        return f"in_features={self.a.shape[1]}, out_features={self.b.shape[1]}, ranks={ranks}"
+
     def materialize(self, device: torch.device) -> None:
         """Give A, B and their gradients zeroed memory on a device."""
         for name in ("a", "b"):

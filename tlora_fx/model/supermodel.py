@@ -103,6 +103,11 @@ class SuperModel(nn.Module):
             if block.is_staged:
                 self._compile_layers(block, {"fullgraph": True, "backend": "aot_eager"})
 
+    def extra_repr(self) -> str:
+        """Jobs and rows, as `print(model)` shows them."""
+        jobs = ", ".join(job.name for job in self.jobs)
+        return f"jobs: {jobs}; {self.group.form} rows"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> SuperModel:
         memo[id(self)] = copied = type(self).__new__(type(self))
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
