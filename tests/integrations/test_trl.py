@@ -75,6 +75,20 @@ def test_a_model_is_not_compiled_twice():
     )
 
 
+def test_a_model_trains_again_after_an_interrupt():
+    """transformers does not tell callbacks of it, so the model is still compiled."""
+    model, x, callback = net(), torch.randn(4, 12), TloraFxCallback()
+    callback.on_train_begin(PLAIN, None, None, model=model)
+    first = train(model, model, x)
+
+    again = TloraFxCallback(options={"strict": True})
+    again.on_train_begin(PLAIN, None, None, model=model)
+    assert_equal_steps(train(model, model, x), first, 1e-5)
+    again.on_train_end(PLAIN, None, None, model=model)
+
+    assert model._compiled_call_impl is None
+
+
 def test_wrong_options_are_refused_where_the_callback_is_made():
     """Nothing has to be traced first."""
     told = error_of(lambda: TloraFxCallback(options={"strickt": True}), BackendOptionError)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakSet
 
 from transformers import TrainerCallback
 
 from tlora_fx.backend import branches_of, read_options, say
 from tlora_fx.errors import BackendOptionError
+
+#: Compiled forwards that callbacks made.
+_compiled: WeakSet[Any] = WeakSet()
 
 
 class TloraFxCallback(TrainerCallback):
@@ -42,6 +46,8 @@ class TloraFxCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
     ) -> None:
         """Compile the model; nothing runs before the first step."""
+        if model._compiled_call_impl in _compiled:
+            model._compiled_call_impl = None  # an interrupted training did not hand it back
         if args.torch_compile or model._compiled_call_impl is not None:
             raise BackendOptionError(
                 "the model that is to be trained is compiled already",
@@ -49,6 +55,7 @@ class TloraFxCallback(TrainerCallback):
                 help="leave it out; TloraFxCallback compiles the model",
             )
         model.compile(backend="tlora-fx", **self.settings)
+        _compiled.add(model._compiled_call_impl)
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
