@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch import fx
 
 from tests.models import base_of, error_of, job
 from tests.pipeline.graphs import relu_of, small_graph
@@ -14,7 +15,7 @@ from tests.sampled import sampled
 from tests.traced import KINDS
 from tlora_fx.compiler import DEFAULT_PIPELINE, prepare, resolve_pipeline, run_passes
 from tlora_fx.errors import GraphFileNotReadable, GraphNotStorable
-from tlora_fx.graph_file import Document, from_document, to_document
+from tlora_fx.graph_file import Document, from_document, graph_text, to_document
 from tlora_fx.ir.graph import ancestry
 from tlora_fx.ir.shapes import segment_size
 from tlora_fx.ir.verifier import fingerprint, named_graphs, owners
@@ -181,6 +182,15 @@ def test_a_value_that_cannot_be_kept_names_its_node():
     relu_of(graph).meta["val"] = object()
 
     assert "in the value of relu" in error_of(lambda: to_document(graph), GraphNotStorable)
+
+
+@pytest.mark.parametrize("other", [fx.Graph(), torch.nn.Linear(2, 2)], ids=["graph", "module"])
+def test_what_is_no_group_and_no_job_is_refused(other):
+    """A compiled model has one."""
+    text = error_of(lambda: graph_text(other), GraphNotStorable)
+
+    assert f"found     {type(other).__name__}" in text
+    assert "give its `group`" in text
 
 
 def test_a_method_cannot_be_kept():

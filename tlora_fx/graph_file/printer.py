@@ -67,6 +67,13 @@ class Printer:
 
     def text(self, graphs: JobGraph | GroupGraph, tables: bool = True) -> str:
         """The whole text, or without its tables; raises GraphNotStorable, naming the node."""
+        if not isinstance(graphs, (JobGraph, GroupGraph)):
+            raise GraphNotStorable(
+                "a graph file holds the graphs of a job or of a group",
+                expected="a JobGraph or a GroupGraph",
+                found=type(graphs).__name__,
+                help="of a compiled model, give its `group`",
+            )
         if isinstance(graphs, GroupGraph):
             self._names[_key(graphs)] = tuple(graphs.job_names)
             for job in (graphs.base, *graphs.jobs):
