@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import httpx
 import pytest
 
 from tests.training.clients import engine
@@ -21,10 +22,12 @@ from tlora_fx.server.tinker.futures import Futures
 from tlora_fx.server.tinker.routes import Tinker
 from tlora_fx.training.log import CommandLog
 from tlora_fx.training.process import run_commands
+from tlora_fx.training.records import Outcome, Ran, json_answer
 
 SDK = Path(os.environ.get("TINKER_SDK_PYTHON", ".tinker-sdk/bin/python"))
 SDK = SDK if SDK.is_absolute() else Path(__file__).parents[3] / SDK
 SECONDS = 600
+KEY = {"X-API-Key": "tml-any"}
 needs_sdk = pytest.mark.skipif(
     not SDK.is_file(), reason="no Tinker SDK: make tinker-sdk, or set TINKER_SDK_PYTHON"
 )
@@ -93,3 +96,43 @@ def serving(
         finally:
             service.ending = server.should_exit = True
             thread.join(SECONDS)
+
+
+class Asked:
+    """A service, and what may be asked of it."""
+
+    def __init__(self, address, socket, service, folder):
+        self.address, self.socket, self.service = address, socket, service
+        self.folder = folder
+        self.log = CommandLog(folder / "tinker")
+        self.client = httpx.Client(base_url=f"{address}/api/v1", timeout=300)
+
+    def post(self, path, body=None, key="tml-any", **more):
+        content = {"json": body} if "content" not in more else {}
+        headers = {"X-API-Key": key} | more.pop("headers", {})
+        return self.client.post(path, headers=headers, **content, **more)
+
+    def get(self, path, key="tml-any"):
+        return self.client.get(path, headers={"X-API-Key": key})
+
+    def session(self, key="tml-any"):
+        body = {"tags": [], "user_metadata": None, "sdk_version": "0.38.0"}
+        return self.post("/create_session", body, key).json()["session_id"]
+
+    def model(self, session, key="tml-any"):
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tlora-fx/small"}
+        return self.post("/create_model", body, key).json()
+
+    def finish(self, answer=None, seconds=0.0):
+        """Do what a trainer would: answer all that may run, which takes so long together."""
+        ran = [command for own in self.log.runnable().values() for command in own]
+        cycle = Ran("forward_backward", time.time(), dict.fromkeys(ran, 3), seconds)
+        outcomes = [Outcome(each, json_answer(answer or {"did": each.kind}), 3) for each in ran]
+        self.log.finish(outcomes, cycle if seconds else None)
+        return [each.number for each in ran]
+
+
+@pytest.fixture
+def asked(tmp_path):
+    with serving(tmp_path, seconds=0.5) as (address, socket, service):
+        yield Asked(address, socket, service, tmp_path)
