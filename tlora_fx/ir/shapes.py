@@ -15,6 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from sympy.core.function import Application
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -345,6 +346,19 @@ def _segment_shape(whole: Tensor, job: int, dim: int) -> tuple[Any, ...]:
     shape = list(whole.shape)
     shape[dim] = segment_size(job)
     return tuple(shape)
+
+
+def remember_run(node: fx.Node, mode: FakeTensorMode, args: Any, kwargs: Any) -> None:
+    """Take a node's value for what its operator made of these arguments, which torch ran.
+
+    A node that reaches `give_value` with others runs again. So does one of whose sizes or strides
+    torch left a function, such as the smaller of two numbers: a new run may settle it.
+    """
+    value = node.meta.get("val")
+    if type(value) is FakeTensor and value.fake_mode is mode and not value.requires_grad:
+        sizes = (size for size in _form(value)[2] if not isinstance(size, int))
+        if not any(size.has(Application) for size in sizes):
+            node.meta[RUN] = _Run(mode, node.target, args, kwargs, value)
 
 
 def remember_runs(graph: fx.Graph) -> None:

@@ -34,7 +34,7 @@ from tlora_fx.ir.graph import (
     is_call,
     placeholders,
 )
-from tlora_fx.ir.shapes import fake_like, fake_mode_of, give_value
+from tlora_fx.ir.shapes import fake_like, fake_mode_of, give_value, remember_run
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.tracing.adapters import (
     check_wrapped,
@@ -327,6 +327,9 @@ class _Importer:
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}
         self.attributes: dict[str, fx.Node] = {}
+        self.mode = fake_mode_of(module.graph)
+        # Whether operators ran under torch's autocast, which graphs of ours run without.
+        self.under_autocast = False
         # A module that stands at several places is known by the first: PEFT adapts it there. One
         # without parameters, such as an activation, belongs to whichever layer calls it.
         tensors = chain(row.named_parameters(), row.named_buffers())
@@ -376,11 +379,18 @@ class _Importer:
                 for index, arg in enumerate(args)
                 if isinstance(arg, fx.GraphModule)
             )
-            return self.inline(submodule, list(inputs))
+            before, self.under_autocast = self.under_autocast, True
+            result = self.inline(submodule, list(inputs))
+            self.under_autocast = before
+            return result
         if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
             return args[0][args[1]]
         target: Any = node.target
-        return self._add(self.graph.call_function(target, args, kwargs), node)
+        copied = self._add(self.graph.call_function(target, args, kwargs), node)
+        if not self.under_autocast and all("val" in n.meta for n in node.all_input_nodes):
+            ran: Any = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            remember_run(copied, self.mode, *ran)
+        return copied
 
     def _detached(self, value: Any) -> Any:
         held = value.meta.get("val") if isinstance(value, fx.Node) else None
@@ -403,8 +413,7 @@ class _Importer:
             copied = self.graph.create_node("get_attr", ref.name.removeprefix(PEFT_PREFIX))
             copied.meta.update(val=node.meta.get("val"), path="", source="", tensor=ref)
             if ref.owner == "constant":
-                mode = fake_mode_of(self.module.graph)
-                copied.meta["val"] = fake_like(mode, ref.shape, ref.dtype)
+                copied.meta["val"] = fake_like(self.mode, ref.shape, ref.dtype)
             elif copied.meta["val"] is None:
                 copied.meta["val"] = _get(module, target)
             self.attributes[key] = copied
