@@ -28,6 +28,7 @@ IMPORT_ALL = """
 import gc, importlib, importlib.metadata, os, sys, traceback
 from pathlib import Path
 
+gc.disable()  # imports leave little garbage
 import peft, pydantic.root_model, rich.console, torch, transformers
 
 def check(line):

@@ -128,7 +128,7 @@ def narrow_listing(tmp_path_factory) -> Listing:
     base = base_of(folder, "llama", dtype="bfloat16", **NARROW)
     jobs = [
         job("all", base, r=8, target_modules="all-linear"),
-        job("few", base, r=2, target_modules=["q_proj", "v_proj"]),
+        job("less", base, r=2, target_modules="all-linear"),
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -37,6 +37,7 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
+    """A Llama of two layers."""
     folder = tmp_path_factory.mktemp("base")
     return base_in(folder, "llama", dtype="bfloat16", num_hidden_layers=2)
 
@@ -130,7 +131,7 @@ def test_processes_that_name_a_folder_share_what_they_compile(base, tmp_path, mo
     monkeypatch.setattr(requests, "_kept_in", [])
     monkeypatch.setattr(requests, "_compiled", {})
     requests.keep_facts(tmp_path / "facts")
-    one = job("one", base, r=4, target_modules=["q_proj", "o_proj"])
+    one = job("one", base, r=4, target_modules=LINEARS)
     first = facts_of_job(one)
 
     monkeypatch.setattr(requests, "_compiled", {})
@@ -140,9 +141,9 @@ def test_processes_that_name_a_folder_share_what_they_compile(base, tmp_path, mo
         "tlora_fx.compiler.compile", lambda jobs: compiles.append(jobs) or compile(jobs)
     )
     assert facts_of_job(one) == first
-    assert facts_of_job(job("two", base, r=8, target_modules=["q_proj", "o_proj"])) != first
+    assert facts_of_job(job("two", base, r=8, target_modules=LINEARS)) != first
     assert compiles == []
-    facts_of_job(job("one", base, target_modules=["v_proj"]))
+    facts_of_job(job("one", base, target_modules=["q_proj", "v_proj"]))
     assert len(compiles) == 1
 
     for path in (tmp_path / "facts").iterdir():
@@ -154,7 +155,7 @@ def test_processes_that_name_a_folder_share_what_they_compile(base, tmp_path, mo
 
 def test_a_base_whose_config_was_edited_is_compiled_again(base, tmp_path, monkeypatch):
     """What was left in the folder is of another model."""
-    known, compiled = facts_of_job(job("one", base)), []
+    known, compiled = facts_of_job(job("one", base, target_modules=LINEARS)), []
     monkeypatch.setattr(requests, "_kept_in", [])
     monkeypatch.setattr(requests, "_compiled", {})
     monkeypatch.setattr(
@@ -176,7 +177,7 @@ def test_a_base_whose_config_was_edited_is_compiled_again(base, tmp_path, monkey
 
 def test_what_was_compiled_serves_other_seeds_and_no_other_code(base, monkeypatch, tmp_path):
     """A seed draws other numbers into the same shapes; other code or libraries may find others."""
-    known, compiled = facts_of_job(job("one", base)), []
+    known, compiled = facts_of_job(job("one", base, target_modules=LINEARS)), []
     monkeypatch.setattr(requests, "_kept_in", [])
     monkeypatch.setattr(
         requests, "_facts_by_compiling", lambda one: compiled.append(one.name) or known
@@ -193,7 +194,7 @@ def test_what_was_compiled_serves_other_seeds_and_no_other_code(base, monkeypatc
 
 def test_a_base_of_the_hub_that_came_anew_is_compiled_again(base, monkeypatch, tmp_path):
     """Its name is the same; the revision that lies in the hub's cache is another."""
-    known, compiled = facts_of_job(job("one", base)), []
+    known, compiled = facts_of_job(job("one", base, target_modules=LINEARS)), []
     monkeypatch.setattr("tlora_fx.config.base_files.hub_cache", lambda: tmp_path)
     monkeypatch.setattr(requests, "_kept_in", [])
     monkeypatch.setattr(
