@@ -291,7 +291,8 @@ def test_what_differs_in_float32_too_is_refused():
 
 def test_the_longest_sample_is_cut_rather_than_left_out(tmp_path):
     """Data longer than a probe's tokens is tried as far as they go."""
-    base = base_of(tmp_path, "llama", "float64", max_position_embeddings=4096)
+    sizes = {"num_hidden_layers": 1, "max_position_embeddings": 4096}
+    base = base_of(tmp_path, "llama", "float64", **sizes)
     model = compile([job("one", base, r=2, target_modules=["q_proj"])])
     tensors = base_tensors(model.backbone)
 

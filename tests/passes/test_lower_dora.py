@@ -130,7 +130,7 @@ def test_padded_batches_are_lowered_too():
 
 def test_with_dropout_it_runs_as_it_is(tmp_path):
     """PEFT multiplies the dropped input by the frozen weight again; that is told."""
-    base = base_of(tmp_path, "llama", "float32")
+    base = base_of(tmp_path, "llama", "float32", num_hidden_layers=1)
     model = ready([job("drops", base, **KINDS["dora"])])
 
     told = [text for name, text in model.group.notes if name == "lower-adapters"]
