@@ -83,7 +83,7 @@ def odd(tmp_path_factory) -> SuperModel:
     return compile(
         [
             job("plain", base, r=8, target_modules="all-linear"),
-            job("dropout", base, r=4, lora_dropout=0.1, target_modules=two),
+            job("dropout", base, r=4, lora_dropout=0.1, target_modules="all-linear"),
             job("dora", base, r=3, target_modules=two, use_dora=True, lora_dropout=0.1),
             job("extras", base, r=3, target_modules=["q_proj", "embed_tokens"],
                 modules_to_save=["lm_head"]),
