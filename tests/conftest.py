@@ -47,6 +47,7 @@ LONG = (
     "test_interpreted.py",
     "parallel/test_trainer_plans.py",
     "pipeline/test_joint.py",
+    "parallel/test_recompute_budgets.py",
     "model/test_compiled.py",
     "runtime/test_elastic.py",
     "scheduler/test_service_trainers.py",
