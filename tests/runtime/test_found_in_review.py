@@ -13,6 +13,7 @@ from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseNotLoadable, JobsDiffer, ResumeMismatch, UnknownTarget
+from tlora_fx.model.backbone import load_backbone
 from tlora_fx.runtime.adapters.files import base_tensors
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
 from tlora_fx.runtime.verify import bounds_of, verify
@@ -115,7 +116,7 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused(tmp_path):
     spec = BaseSpec(model=str(tmp_path), dtype="float32")
 
     with pytest.raises(BaseNotLoadable, match=r"lm_head\.weight"):
-        base_tensors(compile([make_job(spec, "a")]).backbone)
+        base_tensors(load_backbone(spec))
 
 
 def test_bfloat16_adapters_on_another_base_are_refused(tmp_path):
