@@ -13,7 +13,7 @@ from tlora_fx.runtime.adapters.files import base_tensors
 
 def test_a_piece_keeps_no_whole_matrix_in_memory(tmp_path):
     """Each frozen tensor's memory is as large as the tensor."""
-    model = compile(cases.dropping_jobs(cases.base_of(tmp_path, "llama", num_hidden_layers=1)))
+    model = compile(cases.dropping_jobs(cases.base_of(tmp_path, "llama")))
     model = prepared(model, find_planner("tensor").plan(model, MeshShape(tp=2)))
 
     model.materialize(base_tensors(model.backbone), "cpu", LocalShard(None, 1))
