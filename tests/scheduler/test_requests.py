@@ -37,9 +37,9 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A Llama of two layers."""
+    """A Llama of four layers, as tests of costs and planners trace it."""
     folder = tmp_path_factory.mktemp("base")
-    return base_in(folder, "llama", dtype="bfloat16", num_hidden_layers=2)
+    return base_in(folder, "llama", dtype="bfloat16", num_hidden_layers=4)
 
 
 def test_a_request_is_what_the_job_says(base):
