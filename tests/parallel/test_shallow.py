@@ -36,7 +36,7 @@ def test_layers_that_are_there_compute_as_in_the_whole_model(tmp_path):
 
 def test_random_weights_fill_what_is_read_alone(tmp_path):
     """Layers that were left out stay on the meta device; losses are finite."""
-    whole = compiled(tmp_path, 4)
+    whole = compiled(tmp_path, 4, upper=2, tie_word_embeddings=True)
     model, needed = shallow(whole), shallow_bytes(whole)
     fill_at_random(model, torch.device("cpu"))
     tensors = [*model.net.parameters(), *model.net.buffers()]
@@ -44,4 +44,4 @@ def test_random_weights_fill_what_is_read_alone(tmp_path):
 
     assert all(torch.isfinite(model(row)).all() for row in rows_of())
     assert there == pytest.approx(needed, rel=0.01)
-    assert there < sum(tensor.nbytes for tensor in tensors) * 4 / 5
+    assert there < sum(tensor.nbytes for tensor in tensors) * 7 / 8

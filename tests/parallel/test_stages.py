@@ -113,7 +113,7 @@ def test_a_cut_outside_of_the_layers_is_refused(meta, cut):
 
 def test_a_second_value_that_crosses_is_named(tmp_path):
     """Where a later layer reads an earlier one's value too, no stage begins between them."""
-    model = compiled(tmp_path, 4)
+    model = compiled(tmp_path, 4, upper=2, tie_word_embeddings=True)
     root = model.group.root
     calls = [node for node in root.nodes if node.op == "call_module" and "layers" in node.target]
     with root.inserting_after(calls[3]):
