@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import kept_between_runs, traced_once
-from tests.models import base_of, hand_written, job, plain
+from tests.models import base_of, job
 from tlora_fx.compiler import compile
 from tlora_fx.errors import PassFailed
 from tlora_fx.inspect.program import Recorder
@@ -119,26 +119,6 @@ def test_equal_losses_on_made_rows_stand_for_those_on_samples(forget, tmp_path):
 
     assert [compare(backbone, rows) for rows in ([], ["one"])] == [None, None]
     assert asked == [0]
-
-
-def test_nodes_have_the_stacks_that_torch_gives_them(monkeypatch):
-    """The same text, from the row's forward to the line that calls the operator."""
-    backbone = load_backbone(hand_written(plain(layers=2), "batch")[0].base)
-    stacks, make = [], export.export_row
-
-    def noted(row, subject):
-        module = make(row, subject)
-        stacks.append([node.meta.get("stack_trace") for node in module.graph.nodes])
-        return module
-
-    monkeypatch.setattr(export, "export_row", noted)
-    for stack in (traced_once.Frames, traced_once._STACK):
-        monkeypatch.setattr(traced_once.proxy, "CapturedTraceback", stack)
-        export.trace_base(backbone, "batch")
-
-    ours, torchs = stacks
-    assert ours == torchs
-    assert any("scores = q @ k.transpose(1, 2)" in stack for stack in ours if stack)
 
 
 def test_equal_jobs_are_fused_once_and_others_again(fused, tmp_path, monkeypatch):

@@ -12,9 +12,6 @@ jobs again and again, and processes of a group (tests/parallel/processes.py) und
 Equal are jobs of the same names, adapters and base: its folder, their data and their steps are not
 in a fused group.
 
-What is traced notes the lines of model code that torch notes, found sooner: torch reads the line of
-each frame of the process for each node, a node keeps those of the model.
-
 Processes read what any process has traced, in this test run or in one before, from the product's
 own cache (tlora_fx/tracing/trace_cache.py). It lies in the folder that TRACES names.
 """
@@ -25,19 +22,15 @@ import fcntl
 import hashlib
 import os
 import re
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from traceback import FrameSummary, StackSummary
-from types import FrameType
 from typing import Any
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
-from torch.fx import proxy as _proxy
 
 from tlora_fx import compiler as _compiler
 from tlora_fx.compiler import Prepared
@@ -59,8 +52,6 @@ with suppress(ImportError):
 Trace = Callable[..., JobGraph]
 compiler: Any = _compiler
 checks: Any = _checks
-proxy: Any = _proxy
-_STACK = getattr(proxy, "CapturedTraceback", None)
 _known: dict[Hashable, JobGraph] = {}
 _sites: dict[Hashable, dict[str, AdapterSite]] = {}
 _wrapped: set[Hashable] = set()
@@ -74,37 +65,12 @@ TRACES = "TLORA_FX_TEST_TRACES"
 IN_NO_GRAPH = frozenset({"architectures", "bos_token_id", "eos_token_id", "initializer_range"})
 
 
-class Frames:
-    """The frames of a process, whose lines are read when they are asked for."""
-
-    def __init__(self, frames: list[FrameSummary]) -> None:
-        self.frames = frames
-
-    @classmethod
-    def extract(cls) -> Frames:
-        """Those that call this."""
-        frames: list[FrameSummary] = []
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            code = frame.f_code
-            where = code.co_filename, frame.f_lineno, code.co_name
-            frames.append(FrameSummary(*where, lookup_line=False))
-            frame = frame.f_back
-        return cls(frames[::-1])
-
-    def summary(self) -> StackSummary:
-        """As Python has them, the outermost first."""
-        return StackSummary.from_list(self.frames)
-
-
 def install(*, fused: bool = False) -> None:
     """Let the compiler ask for a known graph before it traces.
 
     fused    and for a fused group before passes run
     """
     os.environ.pop(environment.TRACE_CACHE, None)
-    if _STACK is not None:
-        proxy.CapturedTraceback = Frames
     if not hasattr(compiler.job_graph, "plain"):
         compiler.base_graph = _base(compiler.base_graph)
         compiler.job_graph = _job(compiler.job_graph)
@@ -119,8 +85,6 @@ def install(*, fused: bool = False) -> None:
 def uninstall() -> None:
     """Trace each time."""
     os.environ[environment.TRACE_CACHE] = "0"
-    if _STACK is not None:
-        proxy.CapturedTraceback = _STACK
     _run_all_passes()
     if hasattr(compiler.job_graph, "plain"):
         for name in ("base_graph", "job_graph", "resolved_sites", "require_common_loss"):
