@@ -112,15 +112,6 @@ def test_a_loss_is_compared_on_the_first_samples_that_any_process_has(forget, tm
     assert notes == ["on 1", "on 0", "on 1"]
 
 
-def test_equal_losses_on_made_rows_stand_for_those_on_samples(forget, tmp_path):
-    """A process that has compiled compares none again before it trains."""
-    backbone, asked = load_backbone(base_of(tmp_path, "llama", num_hidden_layers=1)), []
-    compare = traced_once._loss(lambda backbone, rows, jobs: asked.append(len(rows)))
-
-    assert [compare(backbone, rows) for rows in ([], ["one"])] == [None, None]
-    assert asked == [0]
-
-
 def test_equal_jobs_are_fused_once_and_others_again(fused, tmp_path, monkeypatch):
     """A model that changes its group leaves the next one alone."""
     base = base_of(tmp_path, "llama", num_hidden_layers=1)

@@ -3,9 +3,8 @@
 A compilation gets a copy of the graph that an earlier one traced, if all that decides it is equal:
 the base's config, modules and code, and the job's adapters; of plain LoRA what is in a graph, which
 its rates and starts are not. So it is with the sites of adapters. A base's own loss is compared
-with that of the next token on the first samples that any process has, which stand for all, as made
-rows do whose losses were equal: no base of a config looks at ids. Tests of tracing (tests/tracing)
-do all of it each time.
+with that of the next token on the first samples that any process has, which stand for all: no base
+of a config looks at ids. Tests of tracing (tests/tracing) do all of it each time.
 
 Where tests only train what was compiled, passes run once over equal jobs too: files train the same
 jobs again and again, and processes of a group (tests/parallel/processes.py) under plan after plan.
@@ -191,10 +190,7 @@ def _loss(plain: Callable[..., str | None]) -> Callable[..., str | None]:
     ) -> str | None:
         if _is_from_python(backbone):
             return plain(backbone, rows, jobs)
-        base = (_model(backbone), backbone.spec.is_classifier)
-        if rows and _compared.get((*base, False), "not compared") is None:
-            return None
-        key = (*base, bool(rows))
+        key = (_model(backbone), backbone.spec.is_classifier, bool(rows))
         if key not in _compared:
             _compared[key] = _note(backbone, bool(rows), lambda: plain(backbone, rows, jobs))
         return _compared[key]
