@@ -77,10 +77,14 @@ def test_a_key_that_many_send_at_once_is_taken_once(asked):
 
 
 @pytest.mark.parametrize(
-    "name", ["trän ing.jsonl", "データ/a-1.jsonl", "a b/c d.jsonl", "a.b.jsonl"]
-)
+    "name",
+    [
+        "trän ing.jsonl", "データ/a-1.jsonl", "a b/c d.jsonl", "a.b.jsonl",
+        "re\u0301sume\u0301.jsonl", "हिन्दी.jsonl", "ไทย/ข้อมูล.jsonl", "தமிழ்.jsonl",
+    ],
+)  # fmt: skip
 def test_an_upload_may_be_called_in_any_script(asked, name):
-    """With spaces inside, as the job file names it."""
+    """With spaces inside, and accents as macOS parts them from their letters."""
     it = asked()
     sha256 = it.upload(b'{"text": "hello"}\n')
 
@@ -89,8 +93,12 @@ def test_an_upload_may_be_called_in_any_script(asked, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["a /x", " a.jsonl", "a.jsonl ", ".a.jsonl", "a/../b", "a\tb", "a\nb", "ä" * 101]
-)
+    "name",
+    [
+        "a /x", " a.jsonl", "a.jsonl ", ".a.jsonl", "a/../b", "a\tb", "a\nb", "ä" * 101,
+        "a/\u0301b", "\u0301.a", ".\u0301a", "a\u200bb", "a\u202eb", "a\\b",
+    ],
+)  # fmt: skip
 def test_an_upload_may_not_be_called_so_that_nobody_sees_it(asked, name):
     """Neither may it lead elsewhere, or be too long for a file."""
     it = asked()

@@ -20,6 +20,7 @@ import secrets
 import shlex
 import shutil
 import threading
+import unicodedata
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -74,8 +75,11 @@ MAX_LOOKS = 4
 _BASE_PATHS = ("model", "tokenizer", "config")
 _JOB_PATHS = ("adapter",)
 _DATA = ("data", "eval_data")
-#: Letters and digits of any script, spaces inside; nothing hidden, and no way up.
+#: Letters and digits of any script, spaces inside; nothing hidden, and no way up. Marks of letters
+#: stand as dots here.
 _UPLOAD_NAME = re.compile(r"{part}(/{part})*".format(part=r"[\w-](?:[\w. -]*[\w.-])?"))
+#: Unicode categories of the marks that belong to the letter before them.
+_MARKS = frozenset({"Mn", "Mc"})
 #: Of a name in UTF-8, which a folder of a submission stands before.
 MAX_UPLOAD_NAME = 200
 
@@ -569,7 +573,10 @@ def _absent_data(where: str, text: str, uploads: Sequence[str]) -> SubmissionRef
 def is_upload_name(name: str) -> bool:
     """Whether an uploaded file may be called so."""
     fits = len(name.encode("utf-8", "surrogatepass")) <= MAX_UPLOAD_NAME
-    return fits and _UPLOAD_NAME.fullmatch(name) is not None
+    # \w has no accents and vowel signs that are characters of their own. Like a dot, such a mark
+    # stands anywhere but first.
+    plain = "".join("." if unicodedata.category(char) in _MARKS else char for char in name)
+    return fits and _UPLOAD_NAME.fullmatch(plain) is not None
 
 
 def _require_base(base: BaseSpec) -> None:
