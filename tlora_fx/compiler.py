@@ -63,6 +63,7 @@ from tlora_fx.passes.token_parallel.check import CheckTokenParallel
 from tlora_fx.pipeline import Instrument, Pipeline, Runner, Verify, parse_pipeline
 from tlora_fx.tracing.adapters import (
     graph_structure,
+    idle_adapters,
     idle_patterns,
     moved_targets,
     require_trained,
@@ -632,21 +633,25 @@ def _fuse_once(given: Prepared, runner: Runner, form: Form, fold: Fold, exact: b
     if fold == "nothing":  # Without folding, tracing takes longest: the base is looked at before.
         _refuse_early(runner, GroupGraph(base, [], exact))
     known: dict[Hashable, JobGraph] = {}
-    graphs = []
+    idle: dict[Hashable, list[str]] = {}
+    graphs, notes = [], []
     for job, own in zip(given.jobs, given.sites, strict=True):
         as_it_is = exact or any(site.kind != "lora" for site in own.values())
         key = graph_structure(job, backbone, own, as_it_is)
         if key not in known:
             with runner.phase(f"trace job {job.name}"):
                 known[key] = job_graph(job, backbone, own, form, fold == "structures", as_it_is)
-            require_trained(job, known[key])
+            idle[key] = require_trained(job, known[key])
             _run_job(runner, known[key], fold)
             graphs.append(known[key])
         else:
             graphs.append(known[key].for_job(job.name, own))
+        if idle[key]:
+            notes.append((IDLE, idle_adapters(job, idle[key])))
     group = GroupGraph(base, graphs, exact, given.jobs[0].adapter_compute)
     for graph in (base, *known.values()):
         group.notes.extend(graph.notes)
+    group.notes.extend(notes)
     runner.run_group(group)
     return group
 

@@ -139,11 +139,17 @@ class Aside(Plain):
 
 
 def test_an_adapter_off_the_way_to_the_loss_is_reported():
-    """It would stay as it starts."""
-    model = compile(hand_written(Aside(), targets=("aside", "out")))
+    """It would stay as it starts; each job is told, jobs that share a graph too."""
+    (job,) = hand_written(Aside(), targets=("aside", "out"))
+    same = job.model_copy(update={"name": "same"})
+    out = {**job.lora, "target_modules": ["out"]}
+    model = compile([job, same, job.model_copy(update={"name": "other", "lora": out})])
 
     notes = [text for _, text in model.group.notes if "does not depend on" in text]
-    assert notes == ["the loss does not depend on adapters of aside: they are not saved"]
+    assert notes == [
+        f"job '{name}': the loss does not depend on adapters of aside: they are not saved"
+        for name in (job.name, "same")
+    ]
 
 
 class Detached(Plain):

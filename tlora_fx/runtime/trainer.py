@@ -250,9 +250,9 @@ class Trainer:
         stack.enter_context(self.folder.held(self.checkpoints.resume))
         if self.mesh.leader:
             warn_of_own_loss(self.model, data, self.callback.warned)
-            notes = [text for by, text in self.model.group.notes if by == IDLE]
-            for text in dict.fromkeys(notes):
-                self.callback.warned(text)
+            for by, text in self.model.group.notes:
+                if by == IDLE:
+                    self.callback.warned(text)
             with phase("checkpoint"):
                 self.checkpoints.find(self.jobs, data)
         return data

@@ -10,7 +10,7 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,7 +23,6 @@ from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import other_kind
 from tlora_fx.errors import AdapterMismatch, JobError, UnknownTarget, first_of, nearest
 from tlora_fx.ir.graph import (
-    IDLE,
     ON_PARAMETERS,
     PEFT_PREFIX,
     AdapterSite,
@@ -443,10 +442,10 @@ def _linear_names(modules: dict[str, nn.Module]) -> list[str]:
     return sorted(name for name in found if not name.isdigit() and "norm" not in name)
 
 
-def require_trained(job: Job, graph: JobGraph) -> None:
-    """Note adapters that the logits do not depend on, and refuse a job that has no other.
+def require_trained(job: Job, graph: JobGraph) -> list[str]:
+    """Paths of adapters that the logits do not depend on; a job that has no other is refused.
 
-    graph     of this job, as it was traced; takes the notes
+    graph     of this job, as it was traced
     raises    UnknownTarget
     """
     trained = _trained_tensors(graph)
@@ -465,9 +464,13 @@ def require_trained(job: Job, graph: JobGraph) -> None:
             found=first_of(idle, 1) if idle else None,
             help="name modules on the way from the tokens to the logits",
         )
-    if idle:
-        note = f"the loss does not depend on adapters of {first_of(idle, 1)}: they are not saved"
-        graph.notes.append((IDLE, note))
+    return idle
+
+
+def idle_adapters(job: Job, paths: Sequence[str]) -> str:
+    """Message for a job's adapters that its loss does not depend on."""
+    where = first_of(paths, 1)
+    return f"job '{job.name}': the loss does not depend on adapters of {where}: they are not saved"
 
 
 def _trained_tensors(graph: JobGraph) -> set[str]:
