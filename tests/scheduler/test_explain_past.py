@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from dataclasses import replace
 
@@ -9,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.scheduler.loop_rig import Scripted
 from tests.scheduler.toy import drawn, measured
 from tlora_fx.cost.hardware import Cluster
-from tlora_fx.errors import JobNotInState, LedgerError, NewerFormat, StateFileError
+from tlora_fx.errors import DecisionWrong, JobNotInState, LedgerError, NewerFormat, StateFileError
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished
 from tlora_fx.scheduler.explain import explain, explained
 from tlora_fx.scheduler.history import History, rows_of_run
@@ -207,6 +209,15 @@ def test_a_step_is_told_term_by_term(run):
     )
     waiting = next(iter(moment.state.jobs))
     assert "  a step of" in explained(moment, None, waiting, terms=True)
+
+
+def test_a_policy_that_fails_is_blamed_by_name(run):
+    """With the line at which it failed."""
+    state = load_snapshot(run[0] / "state.json").state
+    snapshot = Snapshot(state, Scripted(lambda state: json.loads("{")))
+
+    with pytest.raises(DecisionWrong, match=r"'scripted' raised JSON.*\n.*past.py:\d+  .*loads"):
+        explained(snapshot, None, next(iter(state.jobs)))
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest(run):

@@ -14,6 +14,9 @@ from typing import ClassVar
 #: lines, what turns the direction of writing, and halves of characters.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
+#: Our package.
+_OURS = __name__.partition(".")[0]
+
 
 def printable(text: str) -> str:
     """Text of strangers, as a terminal can show it: what it would obey is spelled out."""
@@ -123,8 +126,15 @@ def first_of(names: Sequence[str], most: int, between: str = ", ") -> str:
 
 
 def failed_at(error: BaseException) -> str | None:
-    """The line at which an error came: "plan.py:7  x = y / 0"."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return None
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}  {frames[-1].line}"
+    """The line of a plug-in at which an error came: "plan.py:7  x = y / 0".
+
+    The plug-in is the first package that is called and is not tlora-fx. Its last line counts,
+    however deep the libraries that it calls fail; where there is no plug-in, the last line of all.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
+    plugin = next((package for package in packages if package != _OURS), _OURS)
+    own = [each for each, package in zip(frames, packages, strict=True) if package == plugin]
+    for line in traceback.StackSummary.extract(iter(own[-1:])):
+        return f"{Path(line.filename).name}:{line.lineno}  {line.line}"
+    return None

@@ -23,6 +23,7 @@ from tlora_fx.scheduler.state import (
     Group,
     Reason,
     SchedulerState,
+    decision_of,
     limit_seconds,
     slowdown,
 )
@@ -322,7 +323,7 @@ def explained(
     history   history of the run; None where there is none
     terms     tell what the step of its group, or of the job alone where it waits, is made of
     narrow    tell alternatives by short lines, not by a wide table
-    raises    JobNotInState
+    raises    JobNotInState; DecisionWrong for a policy that fails
     """
     history = history or History({})
     record = history.jobs.get(job)
@@ -355,7 +356,7 @@ def _unknown(job: str, known: list[str]) -> JobNotInState:
 def _now(
     snapshot: Snapshot, history: History, job: str, *, terms: bool, narrow: bool
 ) -> Iterator[str]:
-    again = snapshot.policy.decide(snapshot.state, explain=True)
+    again = decision_of(snapshot.policy, snapshot.state, explain=True)
     decided = history.at(snapshot.state.now) or again
     alike = _alike(decided, again, job)
     if alike:

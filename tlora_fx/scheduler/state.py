@@ -275,10 +275,13 @@ def pressed_first(job: ActiveJob, now: float) -> tuple[bool, float, float, str]:
 # What must hold of a policy's decision before it is carried out.
 
 
-def decision_of(policy: Policy, state: SchedulerState) -> Decision:
-    """What a policy decides; raises DecisionWrong where that cannot be run, or the policy fails."""
+def decision_of(policy: Policy, state: SchedulerState, *, explain: bool = False) -> Decision:
+    """What a policy decides; raises DecisionWrong where that cannot be run, or the policy fails.
+
+    explain   with its reasons
+    """
     try:
-        decision = policy.decide(state)
+        decision = policy.decide(state, explain=True) if explain else policy.decide(state)
     except TloraError:
         raise
     except Exception as error:
