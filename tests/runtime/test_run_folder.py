@@ -10,7 +10,14 @@ from tlora_fx.errors import NewerFormat, RunFolderError
 from tlora_fx.host.version import __version__
 from tlora_fx.runtime import run_folder
 from tlora_fx.runtime.reports.run_view import read_run
-from tlora_fx.runtime.run_folder import RunFolder, ask_to_stop, hold_early, require_free
+from tlora_fx.runtime.run_folder import (
+    RunFolder,
+    ask_to_stop,
+    hold_early,
+    require_free,
+    require_new,
+    require_no_run,
+)
 
 PLACES = ("run.json", "a/status.json")
 
@@ -124,3 +131,27 @@ def test_who_waited_for_a_folder_that_was_removed_makes_it_anew(tmp_path, monkey
         with pytest.raises(RunFolderError, match="another process"):
             require_free(path)
         assert [each.name for each in path.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("name", [run_folder.LEDGER, run_folder.RECORD])
+def test_the_folder_of_a_run_is_known_by_its_own_files(tmp_path, name):
+    """A project that keeps checkpoints, or a lock that nobody holds, is no run of ours."""
+    (tmp_path / "checkpoints" / "checkpoint-500").mkdir(parents=True)
+    (tmp_path / run_folder.LOCK).touch()
+    require_no_run(tmp_path)
+    with pytest.raises(RunFolderError) as refused:
+        require_new(tmp_path)
+    assert "tlora-fx train" not in str(refused.value)
+
+    (tmp_path / name).touch()
+    with pytest.raises(RunFolderError, match="is the folder of a run"):
+        require_no_run(tmp_path)
+
+
+def test_a_run_that_has_only_its_lock_yet_keeps_its_folder(tmp_path):
+    """Its own files come a moment later."""
+    with (
+        hold_early(tmp_path / "run", resume=False),
+        pytest.raises(RunFolderError, match="another process is running"),
+    ):
+        require_no_run(tmp_path / "run")

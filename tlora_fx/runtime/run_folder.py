@@ -590,7 +590,7 @@ def require_new(path: Path, *, among: Collection[str] = ()) -> None:
         help = "choose another folder with -o"
         if LEDGER in used:
             help = f"`tlora-fx run` made it, and goes on with it; else {help}"
-        elif "checkpoints" in used or RECORD in used:
+        elif RECORD in used:
             help = f"`tlora-fx train` made it, and goes on with it by --resume; else {help}"
         raise RunFolderError(
             "the output folder holds something already",
@@ -603,9 +603,11 @@ def require_new(path: Path, *, among: Collection[str] = ()) -> None:
 def require_no_run(path: Path) -> None:
     """Refuse the folder of a run for files of another kind, whatever state the run is in.
 
+    A folder that only looks alike is none: others keep checkpoints under that name too.
+
     raises    RunFolderError
     """
-    own = [name for name in (LEDGER, RECORD, "checkpoints", LOCK) if (path / name).exists()]
+    own = [name for name in (LEDGER, RECORD) if (path / name).exists()]
     if own:
         raise RunFolderError(
             "the output folder is the folder of a run",
@@ -613,6 +615,7 @@ def require_no_run(path: Path) -> None:
             found=own[0],
             help="choose another folder with -o",
         )
+    require_free(path)
 
 
 def require_begun(path: Path) -> None:
