@@ -12,7 +12,7 @@ import pytest
 
 from tlora_fx.errors import MarginalsFileError, ReplayChoiceWrong
 from tlora_fx.simulator.synthetic import (
-    MOST,
+    MAX_ARRIVAL_CHANGE,
     Draw,
     fit_of_file,
     generate,
@@ -139,7 +139,9 @@ def test_what_cannot_be_drawn_is_refused(draw):
 
 def test_the_greatest_changes_of_arrivals_can_be_drawn():
     """And the least."""
-    for intensity, burstiness in itertools.product((1 / MOST, MOST), repeat=2):
+    for intensity, burstiness in itertools.product(
+        (1 / MAX_ARRIVAL_CHANGE, MAX_ARRIVAL_CHANGE), repeat=2
+    ):
         trace = generate(shipped_fit(), Draw(100, intensity, burstiness))
         assert all(0 <= job.submitted < 1e15 and job.month >= 0 for job in trace.jobs)
 

@@ -43,7 +43,13 @@ from tlora_fx.scheduler.policies.oracle import MAX_JOBS
 from tlora_fx.scheduler.state import MAX_SLOWDOWN, ChangeCosts, JobRequest
 from tlora_fx.simulator.metrics import Interval, JobTable, Summary
 from tlora_fx.simulator.replay import OPTIONS, ReplayResult, replay
-from tlora_fx.simulator.synthetic import Draw, fit_of_file, generate, shipped_fit
+from tlora_fx.simulator.synthetic import (
+    MAX_ARRIVAL_CHANGE,
+    Draw,
+    fit_of_file,
+    generate,
+    shipped_fit,
+)
 from tlora_fx.simulator.traces import Dropped, Trace, TraceJob, described, read_trace
 
 
@@ -90,10 +96,14 @@ class JobSource:
     )
     jobs: int = 1000
     intensity: float = option(
-        1.0, "arrival rate of a synthetic trace, as a multiple of AcmeTrace's mean rate"
+        1.0,
+        "arrival rate of a synthetic trace, as a multiple of AcmeTrace's mean rate; "
+        f"{1 / MAX_ARRIVAL_CHANGE:g} to {MAX_ARRIVAL_CHANGE:g}",
     )
     burstiness: float = option(
-        1.0, "coefficient of variation of a synthetic trace's inter-arrival times; 1 is Poisson"
+        1.0,
+        "coefficient of variation of a synthetic trace's inter-arrival times, "
+        f"{1 / MAX_ARRIVAL_CHANGE:g} to {MAX_ARRIVAL_CHANGE:g}; 1 is Poisson",
     )
     marginals: Path | None = option(
         None,

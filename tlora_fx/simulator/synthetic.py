@@ -37,8 +37,8 @@ SHIPPED = Path(__file__).parent / "assets" / "acme_seren_fit.json"
 #: March to August 2023.
 TRACE_DAYS = 184
 ROUNDS = 300
-#: Greatest change of a rate of arrivals, or of its variation; and the least, turned over.
-MOST = 1e4
+#: Greatest intensity and burstiness; the least is 1 / MAX_ARRIVAL_CHANGE.
+MAX_ARRIVAL_CHANGE = 1e4
 
 
 @dataclass(frozen=True)
@@ -234,11 +234,12 @@ class Draw:
 
 def generate(fit: Fit, draw: Draw) -> Trace:
     """A trace of so many jobs; 450,590 take a few seconds. Raises ReplayChoiceWrong."""
-    in_bounds = all(1 / MOST <= value <= MOST for value in (draw.intensity, draw.burstiness))
+    low, high = 1 / MAX_ARRIVAL_CHANGE, MAX_ARRIVAL_CHANGE
+    in_bounds = all(low <= value <= high for value in (draw.intensity, draw.burstiness))
     if draw.jobs < 1 or not in_bounds:
         raise ReplayChoiceWrong(
             "a synthetic trace that cannot be drawn",
-            expected=f"jobs >= 1, intensity and burstiness of {1 / MOST:g} to {MOST:g}",
+            expected=f"jobs >= 1, intensity and burstiness of {low:g} to {high:g}",
             found=f"jobs {draw.jobs}, intensity {draw.intensity}, burstiness {draw.burstiness}",
         )
     random = np.random.default_rng([draw.seed, draw.jobs])
