@@ -134,7 +134,7 @@ def test_tests_of_an_operator_say_what_it_lacks(missing):
         ({"rows": {"y": 1}}, "found     y"),
         ({"tables": ("x",)}, "found     x"),
         ({"rows": {}}, "one of them in `rows`"),
-        ({}, "torch's and ours have rules"),
+        ({}, "outside of aten, prims and tlora_fx"),
         ({"banks": ("x",), "rows": {"cu_seqlens": 0}, "tables": ()}, "a, b, ranks, scales"),
         ({"target": centered}, "such as torch.ops.mine.op.default"),
     ],

@@ -87,7 +87,8 @@ _known: dict[Any, type[JobOperator]] = {}
 def register_operator(cls: Registered) -> Registered:
     """Class decorator: make an operator known to passes, checks and listings.
 
-    raises    OperatorNotRegistrable for a declaration that its schema contradicts
+    raises    OperatorNotRegistrable for a declaration that its schema contradicts, and for
+              operators of aten, prims and tlora_fx, which have rules already
     """
     target = getattr(cls, "target", None)
     if not isinstance(target, torch._ops.OpOverload):
@@ -138,7 +139,9 @@ def _check_arguments(cls: type[JobOperator], target: Any) -> None:
     if unknown:
         raise _refused(cls, f"tables among {', '.join(ROW_TABLES)}", ", ".join(unknown))
     if target.namespace in ("aten", "prims", "tlora_fx"):
-        raise _refused(cls, "an operator of a package; torch's and ours have rules", target)
+        raise _refused(
+            cls, "an operator outside of aten, prims and tlora_fx, which have rules", target
+        )
     if target._schema.is_mutable:
         raise _refused(cls, "an operator that writes into none of its arguments", target._schema)
 
