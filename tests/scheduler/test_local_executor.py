@@ -109,7 +109,7 @@ def test_a_group_whose_files_cannot_be_read_blames_no_job(tmp_path):
     [failed] = group.events(0.0)
 
     assert (failed.job, failed.blameless, failed.absent) == (None, True, absent)
-    assert failed.reason == "files of its jobs cannot be read"
+    assert failed.reason == "files of its jobs cannot be read: x"
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tlora_fx.config.job import BaseSpec, Job
-from tlora_fx.errors import DataFileError, OutOfMemory
+from tlora_fx.errors import DataFileError, MetricFunctionError, OutOfMemory, RankFailed
 from tlora_fx.runtime.clocks import JobClocks
 from tlora_fx.runtime.launching.launch import Launch
 from tlora_fx.runtime.workers import training as worker
@@ -60,15 +60,7 @@ def test_a_worker_without_memory_says_so_by_its_exit_code(monkeypatch, config, f
 def test_a_worker_whose_files_cannot_be_read_blames_no_job(monkeypatch, tmp_path, config, gone):
     """Each job that lacks a file is named; where all are there, the error's job is at fault."""
     shutil.copytree(QUICKSTART / "base", tmp_path / "base")
-    jobs = []
-    for name in "ab":
-        shutil.copy(QUICKSTART / "data" / "records.jsonl", tmp_path / f"{name}.jsonl")
-        base = BaseSpec(
-            config=tmp_path / "base" / "config.json", tokenizer=str(QUICKSTART / "base")
-        )
-        data = {"path": str(tmp_path / f"{name}.jsonl")}
-        job = Job(name=name, base=base, lora={"r": 4}, data=data, max_steps=5)
-        jobs.append(job.model_dump(mode="json"))
+    jobs = [_spec(tmp_path, name) for name in "ab"]
     lost = {"data": ["b"], "base": ["a", "b"], None: []}[gone]
     if gone:
         path = {"data": tmp_path / "b.jsonl", "base": tmp_path / "base"}[gone]
@@ -84,6 +76,49 @@ def test_a_worker_whose_files_cannot_be_read_blames_no_job(monkeypatch, tmp_path
     [line] = EventReader(worker.Path(config.event_log)).lines()
     assert (ended.value.code == FILES_ABSENT) is bool(gone)
     assert (line["job"], sorted(line.get("absent", {}))) == (None if gone else "b", lost)
+
+
+def _spec(folder, name):
+    """A job whose data is a copy in a folder, and whose base lies in the same folder."""
+    shutil.copy(QUICKSTART / "data" / "records.jsonl", folder / f"{name}.jsonl")
+    base = BaseSpec(config=folder / "base" / "config.json", tokenizer=str(QUICKSTART / "base"))
+    data = {"path": str(folder / f"{name}.jsonl")}
+    job = Job(name=name, base=base, lora={"r": 4}, data=data, max_steps=5)
+    return job.model_dump(mode="json")
+
+
+_ABSENT = DataFileError("the data file does not exist", path="a.jsonl")
+_OWN = MetricFunctionError("a metric function fails: ZeroDivisionError", job="a", function="m.f")
+
+
+@pytest.mark.parametrize(
+    ("error", "blames"),
+    [
+        (_OWN, True),
+        (RankFailed("process 1 cannot go on", rank="1", reason=str(_OWN)), True),
+        (RankFailed("process 1 cannot go on", rank="1", reason=str(_ABSENT)), False),
+        (OSError("the folder is stale"), False),
+    ],
+)
+def test_a_job_whose_file_is_gone_is_at_fault_for_what_is_not_of_files(
+    monkeypatch, tmp_path, config, error, blames
+):
+    """Otherwise it waited for its file, and whoever looks would see nothing of its own mistake."""
+    shutil.copytree(QUICKSTART / "base", tmp_path / "base")
+    config = replace(config, jobs=(_spec(tmp_path, "a"),))
+    (tmp_path / "a.jsonl").unlink()
+
+    def run():
+        raise error
+
+    monkeypatch.setattr(worker, "_trainer", lambda *given: SimpleNamespace(run=run))
+    with pytest.raises(SystemExit) as ended:
+        worker._train(config, Launch())
+
+    [line] = EventReader(worker.Path(config.event_log)).lines()
+    assert (ended.value.code == FILES_ABSENT) is not blames
+    assert ("absent" in line) is not blames
+    assert line["reason"] == str(error)
 
 
 def test_another_failure_is_none_of_memory(monkeypatch, config):

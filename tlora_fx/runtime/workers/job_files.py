@@ -13,8 +13,29 @@ from typing import Any
 from tlora_fx.config.base_files import require_base_files
 from tlora_fx.config.data_spec import DataSpec
 from tlora_fx.config.job import Job
-from tlora_fx.errors import DataFileError, TloraError
+from tlora_fx.errors import (
+    BaseFileDamaged,
+    BaseFileRefused,
+    BaseNotLoadable,
+    DataFileError,
+    RankFailed,
+    TloraError,
+    TokenizerNotLoadable,
+)
 from tlora_fx.runtime.data.rows import require_data
+
+_OF_FILES = (
+    DataFileError, BaseNotLoadable, BaseFileDamaged, BaseFileRefused, TokenizerNotLoadable,
+)  # fmt: skip
+
+
+def is_about_files(error: BaseException) -> bool:
+    """Whether an error may come of a file of a job that cannot be read, here or on another rank."""
+    if isinstance(error, RankFailed):
+        # Of another rank's error only the text is known, which begins with its code.
+        reason = str(error.facts.get("reason", ""))
+        return reason.startswith(tuple(f"error[{kind.code}]" for kind in _OF_FILES))
+    return isinstance(error, (*_OF_FILES, OSError))
 
 
 def require_files(job: Job) -> None:

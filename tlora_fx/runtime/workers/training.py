@@ -45,7 +45,7 @@ from tlora_fx.runtime.isolation import is_out_of_memory
 from tlora_fx.runtime.launching.launch import Launch, exits_at_once, join
 from tlora_fx.runtime.optim.trainable import require_trainable
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
-from tlora_fx.runtime.workers.job_files import absent_files
+from tlora_fx.runtime.workers.job_files import absent_files, is_about_files
 from tlora_fx.runtime.workers.protocol import (
     DISK_FULL,
     FILES_ABSENT,
@@ -102,7 +102,7 @@ def _train(config: WorkerConfig, launch: Launch) -> None:
         if is_full(error):
             traceback.print_exc()
             raise SystemExit(DISK_FULL) from error
-        if absent := absent_files(config.jobs):
+        if is_about_files(error) and (absent := absent_files(config.jobs)):
             # No job is at fault: they go on once their files are back.
             if events is not None:
                 events.writer.write("failed", reason=str(error), job=None, absent=absent)

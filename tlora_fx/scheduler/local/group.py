@@ -183,7 +183,7 @@ class RunningGroup:
             case "failed":
                 self.reason, self.absent = line["reason"], line.get("absent", {})
                 if self.absent:
-                    self.reason = exit_text(FILES_ABSENT)
+                    self.reason = f"{exit_text(FILES_ABSENT)}: {self.reason}"
                     return
                 # A job alone is at fault for whatever its trainer refuses.
                 alone = self.jobs[0] if len(self.jobs) == 1 else None
