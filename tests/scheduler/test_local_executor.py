@@ -112,6 +112,32 @@ def test_a_group_whose_files_cannot_be_read_blames_no_job(tmp_path):
     assert failed.reason == "files of its jobs cannot be read: x"
 
 
+@pytest.mark.parametrize("codes", [(1, FILES_ABSENT), (-signal.SIGKILL, FILES_ABSENT)])
+@pytest.mark.parametrize("reason", [None, "process 1 cannot go on"])
+def test_a_group_of_which_another_rank_cannot_read_a_file_blames_no_job(tmp_path, codes, reason):
+    """The first rank, which alone tells, was killed or knows no more: all jobs are looked at."""
+    server = SimpleNamespace(code=codes.__getitem__, signal=lambda worker, number: None)
+    watchdog = Watchdog(StallLimits())
+    group = RunningGroup(1, ("a",), tmp_path, server, (0, 1), float, {}, watchdog, tmp_path / "run")
+    if reason:
+        EventWriter(tmp_path / "events.jsonl").write("failed", reason=reason, job=None)
+    [failed] = group.events(0.0)
+
+    assert (failed.job, failed.killed, failed.blameless) == (None, False, True)
+    assert failed.reason == (reason or "a process ended: files of its jobs cannot be read")
+    assert failed.absent == {"a": failed.reason}
+
+
+def test_a_job_that_is_named_is_at_fault_though_another_rank_cannot_read_a_file(tmp_path):
+    """What it did itself is not mended by waiting."""
+    server = SimpleNamespace(code=(1, FILES_ABSENT).__getitem__, signal=lambda worker, number: None)
+    watchdog = Watchdog(StallLimits())
+    group = RunningGroup(1, ("a",), tmp_path, server, (0, 1), float, {}, watchdog, tmp_path / "run")
+    EventWriter(tmp_path / "events.jsonl").write("failed", reason="loss nan", job="a")
+
+    assert [(event.job, event.absent) for event in group.events(0.0)] == [("a", {}), (None, {})]
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_process_that_is_asked_to_stop_before_it_listens_has_not_failed(tmp_path, asked):
     """The signal ends it; one that nobody asked to stop has failed by it."""

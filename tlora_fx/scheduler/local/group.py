@@ -88,6 +88,8 @@ class RunningGroup:
     successor   group that takes over from it
     needs       bytes of each of its GPUs, or of main memory; None: not known
     stepped     whether a step was done
+    at_fault    the job that is given as the cause of a failure
+    named       whether the trainer has named it; otherwise it is the only one
     absent      jobs whose files its processes could not read, each with the reason
     """
 
@@ -112,6 +114,7 @@ class RunningGroup:
     stepped: bool = False
     failed: bool = False
     at_fault: str | None = None
+    named: bool = False
     reason: str = ""
     absent: dict[str, str] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
@@ -187,7 +190,8 @@ class RunningGroup:
                     return
                 # A job alone is at fault for whatever its trainer refuses.
                 alone = self.jobs[0] if len(self.jobs) == 1 else None
-                self.at_fault = line["job"] if line["job"] in self.jobs else alone
+                self.named = line["job"] in self.jobs
+                self.at_fault = line["job"] if self.named else alone
 
     def _hand_over(self, time: float) -> Drained:
         """The successor has the processes now."""
@@ -211,6 +215,10 @@ class RunningGroup:
         if CROWDED in codes:
             # No job is at fault that would have had memory without the idle workers beside it.
             self.at_fault, self.reason = None, f"{NO_MEMORY}: {self.reason or self._why(codes)}"
+        elif FILES_ABSENT in codes and not (self.absent or self.named):
+            # Who could not read them did not tell which, or was killed before: all are looked at.
+            self.at_fault, self.reason = None, self.reason or self._why(codes, FILES_ABSENT)
+            self.absent = dict.fromkeys(self.jobs, self.reason)
         # Where it was asked to stop, that may be what the trainer stumbled over.
         if not self.asked and self.at_fault is not None and self.at_fault not in self.settled:
             yield Failed(now, self.epoch, self.at_fault, self.reason)
@@ -260,8 +268,8 @@ class RunningGroup:
             yield Committed(now, epoch, steps, str(self.output), rungs)
             yield from self._settled(now, {"steps": steps, "ended": ended})
 
-    def _why(self, codes: list[int]) -> str:
-        bad = next(code for code in codes if code)
+    def _why(self, codes: list[int], bad: int | None = None) -> str:
+        bad = bad or next(code for code in codes if code)
         log = next(iter(sorted(self.folder.glob("*.log"))), self.log)
         lines = log.read_text(errors="replace").splitlines() if log and log.exists() else []
         said = [line for line in lines if not re.match(r"\s*$", line)][-TAIL_LINES:]
