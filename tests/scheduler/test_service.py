@@ -491,6 +491,39 @@ def test_jobs_whose_files_cannot_be_read_wait_for_them_and_go_on(tmp_path, monke
     require_trained_once(tmp_path / "run", dict.fromkeys("abc", 60))
 
 
+def test_a_job_that_waits_for_its_files_does_so_after_a_restart(tmp_path, monkeypatch):
+    """It is told again, and goes on by itself once they are back."""
+    write_job(tmp_path / "jobs", "a", 60)
+    gone, heard = tmp_path / "run" / GONE, []
+    gone.mkdir(parents=True)
+    (gone / "a").touch()
+
+    def restored(self, job):
+        if (gone / job.name).exists():
+            raise FileNotFoundError("it is gone")
+
+    def waits(it):
+        return any(each.reason.endswith("it is gone") for each in it.ledger.active_jobs())
+
+    def bring_back(it):
+        looked = (absent := it._absent.get("a")) and absent.pause > service.FILES_SECONDS
+        if looked and waits(it):
+            (gone / "a").unlink(missing_ok=True)
+
+    monkeypatch.setattr(service, "FILES_SECONDS", 0.05)
+    monkeypatch.setattr(Prepared, "restored", restored)
+    monkeypatch.setattr(
+        Heard, "missed_files", lambda self, time, request, why: heard.append(request.name)
+    )
+    run(tmp_path / "jobs", tmp_path / "run", until=waits)
+    heard.clear()
+    run(tmp_path / "jobs", tmp_path / "run", until=bring_back)
+
+    assert heard == ["a"]
+    require_trained_once(tmp_path / "run", {"a": 60})
+    assert records(tmp_path / "run")["a"].reason == ""
+
+
 def test_new_jobs_train_while_those_of_an_earlier_process_are_looked_at(tmp_path, monkeypatch):
     """A base that takes long to look at holds up its own jobs alone."""
     for name in "ab":

@@ -441,6 +441,11 @@ class SchedulerService:
             self.callback.resumed(count, count - len(left))
             self._restate_active("queued")
         self._left = {record.name: (next(self._places), record) for record in left}
+        for record in left:
+            if record.reason.startswith(WAITS_FOR_FILES):
+                self._absent[record.name] = AbsentFiles(record.steps, FILES_SECONDS, None)
+                reason = record.reason.removeprefix(WAITS_FOR_FILES)
+                self.callback.missed_files(self._busy, record.request, reason)
         if not self.options.removes_files:
             self._origins = self.ledger.origins()
         for record in self.ledger.refused_jobs() if self.options.retries else ():

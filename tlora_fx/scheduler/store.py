@@ -380,7 +380,7 @@ class Ledger:
             _settle(base, job, "failed", reason, time)
 
     def leave(self, job: str, reason: str, until: str = LEFT_WAITING) -> None:
-        """A job that is in no group cannot go on now; `take_up` forgets the reason.
+        """A job that is in no group cannot go on now, until `take_up`.
 
         until    how the reason begins: what the job waits for
         """
@@ -394,8 +394,11 @@ class Ledger:
         )
 
     def take_up(self, job: str | None = None) -> None:
-        """Jobs that could not go on may do so now: one, or with a new process all."""
-        for until in (LEFT_WAITING, WAITS_FOR_FILES):
+        """Jobs that could not go on may do so now: one, or with a new process all.
+
+        With a new process, those that wait for their files still do.
+        """
+        for until in (LEFT_WAITING,) if job is None else (LEFT_WAITING, WAITS_FOR_FILES):
             self._write(
                 "UPDATE jobs SET reason = '' WHERE status = 'queued' "
                 "AND substr(reason, 1, ?) = ? AND name = coalesce(?, name)",
