@@ -77,6 +77,43 @@ def test_jobs_that_died_with_their_fork_server_are_neither_given_up_nor_suspecte
     assert [run.group.jobs for run in made.loop.running.values()] == [("a", "b")]
 
 
+@pytest.mark.parametrize("how", ["set aside", "cancelled", "cancelled while set aside"])
+def test_a_job_that_is_set_aside_is_given_up_for_its_failures_before(how):
+    """Those of a job that was cancelled are not counted for another of its name."""
+    made = rig()
+    made.loop.submit(request("a", steps=1000))
+    for last in (False, False, True):
+        made.go(made.clock.now + 60.0)
+        absent = {"a": "its data is gone"} if last else {}
+        made.executor.fail_group(max(made.loop.running), blameless=last, absent=absent)
+        made.loop.advance(made.clock.now)
+    assert made.loop.absent == {"a": "its data is gone"}
+    if "set aside" in how:
+        assert made.loop.set_aside("a").name == "a"
+    if "cancelled" in how:
+        made.loop.cancel("a")
+    assert made.loop.idle
+    made.loop.submit(request("a", steps=1000))
+    made.go(made.clock.now + 60.0)
+    made.executor.fail_group(max(made.loop.running))
+    made.loop.advance(made.clock.now)
+
+    assert ("failed 3 times alone" in made.loop.ended["a"]) is (how == "set aside")
+
+
+def test_a_job_that_is_set_aside_knows_what_it_has_given():
+    """Also since the last decision; its neighbour goes on with what it took."""
+    made = rig(Scripted(together("a", "b")), refresh=0)
+    made.loop.submit(request("a", steps=1000, max_slowdown=1.0, max_slowdown_opt_in=3.0, gpus=2))
+    made.loop.submit(request("b", steps=1000, max_slowdown=3.0))
+    made.go(100.0)
+    made.executor.fail_group(1, blameless=True, absent={"a": "its data is gone"})
+    made.loop.advance(100.0)
+
+    # a alone on its two GPUs takes 1 s a step, both together 1.5 s.
+    assert made.loop.set_aside("a").credit == pytest.approx(100.0 * 2 * (1 - 1 / 1.5))
+
+
 def test_failures_with_progress_between_are_forgiven():
     """A job that gets further each time is not given up."""
     made = rig(faults=Faults(commit_seconds=10.0))

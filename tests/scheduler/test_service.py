@@ -38,6 +38,7 @@ from tlora_fx.scheduler.local import recovery
 from tlora_fx.scheduler.local.admission import Admission
 from tlora_fx.scheduler.local.executor import LocalExecutor
 from tlora_fx.scheduler.local.recovery import held
+from tlora_fx.scheduler.loop import Loop
 from tlora_fx.scheduler.state import Decision, Group
 from tlora_fx.scheduler.store import Ledger
 
@@ -453,7 +454,21 @@ def test_a_job_whose_base_is_gone_at_a_restart_waits_for_the_next_one(tmp_path, 
     require_trained_once(tmp_path / "run", {"a": 60, "b": 60})
 
 
-def test_jobs_whose_files_cannot_be_read_wait_for_them_and_go_on(tmp_path, monkeypatch):
+@pytest.fixture
+def given(monkeypatch):
+    """GPU-seconds that each job has given when it is set aside, and no decision has seen."""
+    plain = Loop.set_aside
+
+    def set_aside(self, name):
+        if (job := plain(self, name)) is not None:
+            job.credit = 7.0
+        return job
+
+    monkeypatch.setattr(Loop, "set_aside", set_aside)
+    return 7.0
+
+
+def test_jobs_whose_files_cannot_be_read_wait_for_them_and_go_on(tmp_path, monkeypatch, given):
     """From their last commits; another job trains meanwhile, and nobody is given up."""
     for name in "ab":
         write_job(tmp_path / "jobs", name, 60)
@@ -488,10 +503,12 @@ def test_jobs_whose_files_cannot_be_read_wait_for_them_and_go_on(tmp_path, monke
     assert dict(heard) == dict.fromkeys("ab", "it is gone")
     assert reasons == dict.fromkeys("ab", "waits for its files: FileNotFoundError: it is gone")
     assert {each.reason for each in records(tmp_path / "run").values()} == {""}
+    credit = {each.name: each.credit for each in records(tmp_path / "run").values()}
+    assert credit == {"a": given, "b": given, "c": 0.0}
     require_trained_once(tmp_path / "run", dict.fromkeys("abc", 60))
 
 
-def test_a_job_that_waits_for_its_files_does_so_after_a_restart(tmp_path, monkeypatch):
+def test_a_job_that_waits_for_its_files_does_so_after_a_restart(tmp_path, monkeypatch, given):
     """It is told again, and goes on by itself once they are back."""
     write_job(tmp_path / "jobs", "a", 60)
     gone, heard = tmp_path / "run" / GONE, []
@@ -516,6 +533,7 @@ def test_a_job_that_waits_for_its_files_does_so_after_a_restart(tmp_path, monkey
         Heard, "missed_files", lambda self, time, request, why: heard.append(request.name)
     )
     run(tmp_path / "jobs", tmp_path / "run", until=waits)
+    assert records(tmp_path / "run")["a"].credit == given
     heard.clear()
     run(tmp_path / "jobs", tmp_path / "run", until=bring_back)
 

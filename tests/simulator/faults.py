@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import exp, floor, inf, isfinite
@@ -116,7 +116,12 @@ class FaultyExecutor(SimulatedExecutor):
         return min(super().next_time(), self._due[0][0] if self._due else inf)
 
     def fail_group(
-        self, epoch: int, reason: str = "a simulated failure", *, blameless: bool = False
+        self,
+        epoch: int,
+        reason: str = "a simulated failure",
+        *,
+        blameless: bool = False,
+        absent: Mapping[str, str] | None = None,
     ) -> None:
         """A group ends; its jobs go on from their last commits."""
         running, takeover = self._groups.pop(epoch, None), self._takeovers.pop(epoch, None)
@@ -131,7 +136,7 @@ class FaultyExecutor(SimulatedExecutor):
                 now, steps = self.clock.now, self.committed(running)
                 self.steps_lost += sum(running.steps(now).values()) - sum(steps.values())
             failed = Failed(self.clock.now, epoch, None, reason, steps, blameless=blameless)
-            self._events.append(failed)
+            self._events.append(replace(failed, absent=absent or {}))
 
     def fail_job(self, epoch: int, job: str, reason: str = "a simulated failure") -> None:
         """A job is at fault and ends; its group goes on."""

@@ -515,6 +515,7 @@ class Loop:
         solo, reason = self._solo(request)
         if reason is not None:
             self.ended[name] = f"{REFUSED}{reason}"
+            self.retries.forget(name)
             if self.ledger:
                 self.ledger.refuse(request, reason)
             self.callback.refused(self.now, request, reason)
@@ -534,18 +535,33 @@ class Loop:
         """Take a job back that is in no group; whether there was one."""
         if self.formations.holds(name):
             return False
-        if self.held.pop(name, None) is None and self.window.take(name) is None:
-            return False
-        del self.ended[name]
-        self.forget(name)
-        return True
+        # It may have been set aside.
+        self.retries.forget(name)
+        return self.set_aside(name) is not None
+
+    def set_aside(self, name: str) -> ActiveJob | None:
+        """Take a job out that is in no group, until it is submitted again; None: there is none.
+
+        How often it failed is remembered, until it ends or is cancelled.
+        """
+        if self.formations.holds(name):
+            return None
+        job = self.held.pop(name, None) or self.window.take(name)
+        if job is not None:
+            del self.ended[name]
+            self._vacate(name)
+        return job
 
     def forget(self, name: str) -> None:
         """Keep nothing of a job that is active no longer, and let others have its place."""
+        self.retries.forget(name)
+        self._vacate(name)
+
+    def _vacate(self, name: str) -> None:
+        """Let others have the place of a job that is active no longer."""
         self.parked.discard(name)
         self.absent.pop(name, None)
         self.window.fill()
-        self.retries.forget(name)
         self.credits.close(name)
         self.formations.drop(lambda group: name in group.jobs)
         self.changed = self.prompted = True

@@ -763,13 +763,15 @@ class SchedulerService:
         reasons = dict(self.loop.absent)
         for record in self.ledger.active_jobs():
             reason = reasons.get(record.name)
-            if reason is None or not self.loop.cancel(record.name):
+            if reason is None or (job := self.loop.set_aside(record.name)) is None:
                 continue
             before, pause = self._absent.get(record.name), FILES_SECONDS
             if before is not None and before.steps == record.steps:
                 pause = min(2 * before.pause, MAX_FILES_SECONDS)
             self._absent[record.name] = AbsentFiles(record.steps, pause, time.monotonic() + pause)
-            self._left[record.name] = next(self._places), record
+            # The ledger has the credit of the last decision.
+            self._left[record.name] = next(self._places), replace(record, credit=job.credit)
+            self.ledger.set_credit(record.name, job.credit)
             self.ledger.leave(record.name, reason, WAITS_FOR_FILES)
             self._restate(record.name, "queued")
             self.callback.missed_files(now, record.request, reason)

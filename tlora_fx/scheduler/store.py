@@ -379,6 +379,10 @@ class Ledger:
         with self._transition() as base:
             _settle(base, job, "failed", reason, time)
 
+    def set_credit(self, job: str, credit: float) -> None:
+        """Record the credit of a job that no decision sees for a while."""
+        self._write("UPDATE jobs SET credit = ? WHERE name = ?", credit, job)
+
     def leave(self, job: str, reason: str, until: str = LEFT_WAITING) -> None:
         """A job that is in no group cannot go on now, until `take_up`.
 
