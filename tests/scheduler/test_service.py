@@ -542,6 +542,36 @@ def test_a_job_that_waits_for_its_files_does_so_after_a_restart(tmp_path, monkey
     assert records(tmp_path / "run")["a"].reason == ""
 
 
+def test_a_job_that_waits_for_its_files_goes_on_though_its_job_file_is_removed(
+    tmp_path, monkeypatch
+):
+    """As any that has begun: that is told, once."""
+    job, kept = write_job(tmp_path / "jobs", "a", 20), []
+    gone = tmp_path / "run" / GONE / "a"
+    gone.parent.mkdir(parents=True)
+    gone.touch()
+
+    def restored(self, job):
+        if gone.exists():
+            raise FileNotFoundError("it is gone")
+
+    def remove(it):
+        if "a" in it._absent:
+            job.unlink(missing_ok=True)
+        # A file that was looked for in vain has no origin any more.
+        if "a" not in it._origins and "a" in it._absent:
+            gone.unlink(missing_ok=True)
+
+    monkeypatch.setattr(service, "FILES_SECONDS", 0.05)
+    monkeypatch.setattr(service, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(Prepared, "restored", restored)
+    monkeypatch.setattr(Heard, "kept", lambda self, time, name: kept.append(name))
+    run(tmp_path / "jobs", tmp_path / "run", until=remove)
+
+    assert kept == ["a"]
+    require_trained_once(tmp_path / "run", {"a": 20})
+
+
 def test_new_jobs_train_while_those_of_an_earlier_process_are_looked_at(tmp_path, monkeypatch):
     """A base that takes long to look at holds up its own jobs alone."""
     for name in "ab":

@@ -852,7 +852,8 @@ class SchedulerService:
         """Cancel a job that has not begun; one that has is told of."""
         if self.cancel(name, "its job file was removed before it began", now):
             return True
-        if self.loop.ended.get(name) == "":
+        # The loop does not know one that waits for its files.
+        if self.loop.ended.get(name, "" if name in self._absent else None) == "":
             self.callback.kept(now, name)
         return False
 
