@@ -11,35 +11,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import networkx as nx
 import torch
 from torch import fx
 
-from tlora_fx.errors import BaseRefused, GraphInvalid
+from tlora_fx.errors import BaseRefused
 from tlora_fx.ir.graph import (
     HEAD,
     LOSS,
     Block,
     GroupGraph,
     derive,
-    digraph,
     is_call,
     output_of,
     placeholders,
-    shape_of,
 )
-from tlora_fx.ir.lora_sites import lowered_site
 from tlora_fx.ir.shapes import fake_like, fake_mode_of
+from tlora_fx.passes.token_parallel.head import HEAD_TABLES, head_of
+from tlora_fx.passes.token_parallel.walk import LineWalk, Mixed
 from tlora_fx.pipeline import GroupPass, Numerics, register, rewrite_allowed
 from tlora_fx.rewriting import outline
 
-ROW = ("input_ids", "position_ids")
-HEAD_TABLES = ("segments", "token_index", "keys")
-PRODUCTS = (
-    *(getattr(torch.ops.aten, name).default for name in ("linear", "addmm", "mm", "matmul", "bmm")),
-    torch.ops.aten.baddbmm.default,
-    torch.ops.aten.einsum.default,
-)
 TARGETS = ("target_rows", "targets", "target_segments")
 
 
@@ -59,6 +50,8 @@ class LowerLoss(GroupPass):
         if not rewrite_allowed("the loss in place of the logits"):
             return
         hidden, members = head_of(root)
+        if group.form == "batch":
+            _require_single_tokens(hidden, members)
         head = _outline(hidden, members, group.job_names)
         group.blocks[HEAD] = Block(HEAD, head, (f"{LOSS}.{HEAD}",))
         result = output_of(root)
@@ -93,81 +86,37 @@ class LowerLoss(GroupPass):
             root.erase_node(node)
 
 
-def head_of(root: fx.Graph) -> tuple[fx.Node, list[fx.Node]]:
-    """The last hidden state, and all nodes from there to the logits.
+def _require_single_tokens(hidden: fx.Node, members: list[fx.Node]) -> None:
+    """Refuse a head that mixes the tokens of a line: it runs on lines of one token each.
 
-    That is the last value [1, T, H] (batch form [B, S, H]) which every way from the row to the
-    logits takes and behind which a matrix product follows.
-
-    raises    BaseRefused when there is none
+    Such a head begins far too early: a job computes anew what lies behind the last hidden state,
+    from several values that only the row's first ones make.
     """
-    logits = output_of(root).args[0]
-    if not isinstance(logits, fx.Node):
-        raise GraphInvalid(
-            "the graph returns something else than its logits",
-            expected="one value",
-            found=str(logits)[:100],
-            help="a pass before lower-loss changed what the graph returns",
-        )
-    ways = digraph(root)
-    before = {logits, *nx.ancestors(ways, logits)}
-    hidden = _narrowest(root, ways, before)
-    if hidden is None:
-        raise _several_values(logits)
-    after = nx.descendants(ways, hidden) & before
-    members = _with_given(root, after)
-    if any(node.op == "call_module" for node in members):
-        raise _several_values(logits)
-    return hidden, [node for node in root.nodes if node in members]
+    walk = LineWalk(hidden)
+    try:
+        for node in members:
+            walk.visit(node)
+    except Mixed as found:
+        node = found.node
+        raise BaseRefused(
+            "the logits depend on several values behind which tokens are mixed, so the head "
+            "cannot run in chunks",
+            jobs=", ".join(_computing_anew(members, node)) or None,
+            node=node.format_node(),
+            module=node.meta.get("path") or None,
+            source=node.meta.get("source") or None,
+            found=found.reason or f"operator {node.target} has no token rule",
+            help="a job trains a tensor that another module than its own reads: leave it out of "
+            "bias, modules_to_save and target_modules",
+        ) from None
 
 
-def _several_values(logits: fx.Node) -> BaseRefused:
-    return BaseRefused(
-        "the base computes its logits from several values, so its head cannot run in chunks",
-        node=logits.format_node(),
-        source=logits.meta.get("source"),
-        help="this base is not supported yet",
-    )
-
-
-def _with_given(root: fx.Graph, members: set[fx.Node]) -> set[fx.Node]:
-    """Nodes, and what computes for them alone on weights or on tables that the head gets.
-
-    Of weights such are DoRA's norms; of tables the part of a job whose own copy has a dropout.
-    """
-    given: set[fx.Node] = set()
-    for node in root.nodes:
-        is_table = node.op == "placeholder" and node.target in HEAD_TABLES
-        computed = node.op == "call_function" and all(n in given for n in node.all_input_nodes)
-        if node.op == "get_attr" or is_table or computed:
-            given.add(node)
-    nodes = set(members)
-    for node in reversed(root.nodes):
-        alone = node.op != "placeholder" and all(user in nodes for user in node.users)
-        if node in given and node.users and alone:
-            nodes.add(node)
-    return nodes
-
-
-def _narrowest(root: fx.Graph, ways: nx.DiGraph, before: set[fx.Node]) -> fx.Node | None:
-    """The last node that alone carries the row on, with a matrix product behind it."""
-    inputs = placeholders(root)
-    given = [inputs[name] for name in ROW if name in inputs]
-    from_row = set().union(*(nx.descendants(ways, node) for node in given)) & before
-    order = {node: index for index, node in enumerate(root.nodes)}
-    carrying = [n for n in root.nodes if n in from_row and _holds_tensors(n)]
-    products = [order[n] for n in carrying if is_call(n, *PRODUCTS) or lowered_site(n) is not None]
-    row = str(list(inputs[ROW[0]].meta["val"].shape))
-    members = set(carrying)
-    narrowest: fx.Node | None = None
-    last_use = -1
-    for node in [*given, *carrying]:
-        shape = list(shape_of(node) or ())
-        holds_row = len(shape) == 3 and str(shape[:2]) == row
-        if holds_row and last_use <= order[node] and products and products[-1] > order[node]:
-            narrowest = node
-        last_use = max([last_use, *(order[user] for user in node.users if user in members)])
-    return narrowest
+def _computing_anew(members: list[fx.Node], mixing: fx.Node) -> list[str]:
+    """Jobs that read, behind the node that mixes tokens, their part of a value before it."""
+    order = {node: index for index, node in enumerate(mixing.graph.nodes)}
+    reads = [node for node in members if is_call(node, torch.ops.tlora_fx.segment_read.default)]
+    late = [read for read in reads if order[read.all_input_nodes[0]] < order[mixing] < order[read]]
+    return list(dict.fromkeys(name for read in late for name in read.meta["jobs"]))
 
 
 def _outline(hidden: fx.Node, members: list[fx.Node], jobs: list[str]) -> fx.Graph:
@@ -181,10 +130,3 @@ def _outline(hidden: fx.Node, members: list[fx.Node], jobs: list[str]) -> fx.Gra
                 help="the base computes its logits from several values; this is not supported yet",
             )
     return piece.graph
-
-
-def _holds_tensors(node: fx.Node) -> bool:
-    """Whether a node's value is a tensor, or several."""
-    value = node.meta.get("val")
-    several = isinstance(value, (list, tuple)) and bool(value)
-    return isinstance(value[0] if several else value, torch.Tensor)  # type: ignore[index]

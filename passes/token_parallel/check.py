@@ -28,21 +28,24 @@ from tlora_fx.ir.graph import (
     Form,
     GroupGraph,
     JobGraph,
+    is_call,
     origin_of,
     output_of,
     placeholders,
 )
 from tlora_fx.ops.job_operator import find_operator
-from tlora_fx.passes.lower_loss import head_of
+from tlora_fx.passes.token_parallel.head import head_of
 from tlora_fx.passes.token_parallel.sizes import RowSizes
 from tlora_fx.passes.token_parallel.walk import (
     TOKEN_INPUTS,
+    LineWalk,
     Mixed,
     Row,
     RowWalk,
     State,
     Table,
     axis_of,
+    is_random,
 )
 from tlora_fx.pipeline import GroupPass, Numerics, register
 
@@ -50,6 +53,10 @@ ADVICE: dict[Form, str] = {
     "packed": "set base.attention: batch",
     "batch": "this base cannot be shared by jobs",
 }
+DROPOUT = (
+    "attention dropout must be 0: give nn.MultiheadAttention and nn.TransformerEncoderLayer "
+    "dropout=0.0, which by default is 0.1 of the latter"
+)
 RULE = "tlora_fx.passes.token_parallel.rules.rule, if it works on each token by itself"
 CONTRACT = "tlora_fx.ops.register_operator, if it takes tables of the row or adapters of all jobs"
 
@@ -123,9 +130,7 @@ def _walked(
 def _check_head(root: fx.Graph) -> None:
     """The head runs on single tokens, so in batch form it must not mix the tokens of a line."""
     hidden, members = head_of(root)
-    walk = RowWalk("batch", str(hidden.meta["val"].shape[1]), {})
-    walk.states = dict.fromkeys(root.nodes)
-    walk.states[hidden] = Row(1)
+    walk = LineWalk(hidden)
     for node in members:
         walk.visit(node)
 
@@ -144,9 +149,13 @@ def _refused(found: Mixed, form: Form) -> NotTokenParallel:
         if form == "packed"
         else "an operator that computes each line by itself",
         found=reason or "nobody has said how it treats the tokens of a row",
-        help=f"{ADVICE[form]}{_register(node)}",
+        help=DROPOUT if _drops_attention(node) else f"{ADVICE[form]}{_register(node)}",
         **{"made by": origin.made_by if origin and origin.made_by != TRACE else None},
     )
+
+
+def _drops_attention(node: fx.Node) -> bool:
+    return is_call(node, torch.ops.aten.scaled_dot_product_attention.default) and is_random(node)
 
 
 def _register(node: fx.Node) -> str:

@@ -311,6 +311,42 @@ class RowWalk:
         return next((d for d, size in enumerate(shape) if str(size) in self.rows), None)
 
 
+class LineWalk(RowWalk):
+    """Follows the tokens of a padded row's lines, through a head of the base or of jobs.
+
+    What a job reads of its own lines still holds tokens side by side, as the row does.
+    """
+
+    def __init__(self, hidden: fx.Node) -> None:
+        """Start at the last hidden state, [B, S, H]."""
+        super().__init__("batch", str(hidden.meta["val"].shape[1]), {})
+        root = hidden.graph
+        self.states = {n: Row(1) if n.target == "token_index" else None for n in root.nodes}
+        for name, node in placeholders(root).items():
+            if name not in TOKEN_INPUTS:
+                self.states[node] = Table(name)
+        self.states[hidden] = Row(1)
+
+    def _by_inputs(self, node: fx.Node) -> State:
+        states = list(_flat(self.states[source] for source in node.all_input_nodes))
+        rows = [state for state in states if isinstance(state, Row)]
+        if not rows:
+            return super()._by_inputs(node)
+        call = _Call(self, node)
+        if is_call(node, ops.segment_read.default, ops.segment_write.default):
+            return _of_lines(call, rows)
+        if is_call(node, ops.keyed_dropout.default, ops.tp_copy.default, ops.tp_reduce.default):
+            return call.state("x")
+        contract = _CONTRACTS.get(node.target) or find_operator(node.target)
+        if contract is not None:
+            return _by_contract(call, contract)
+        if find_rule(node.target) is None and node.meta.get("role") == "adapter":
+            # Adapters of PEFT have operators that no base may have; none of them mixes tokens.
+            axis = self._by_shape(node.meta["val"])
+            return None if axis is None else Row(axis)
+        return self._shared(node, rows)
+
+
 def axis_of(state: State) -> Any:
     """The dimension that holds the row, a tuple of them for several results, or None."""
     if isinstance(state, tuple):
@@ -422,6 +458,18 @@ def _switch(call: _Call) -> State:
     return positions
 
 
+def _of_lines(call: _Call, rows: list[Row]) -> State:
+    """A job's lines, read or written: the tokens of each line stay where they are."""
+    if len(set(rows)) > 1 or call.given["dim"] == rows[0].axis:
+        raise MixesTokens("it takes some tokens of a line by their place")
+    return rows[0]
+
+
+def _by_contract(call: _Call, operator: type[JobOperator]) -> State:
+    """An operator over all jobs: it mixes nothing along the dimension of its rows."""
+    return _result(_common_row(call, operator), operator)
+
+
 def _sequence_cumsum(call: _Call) -> State:
     x = call.row("x")
     call.tables(x.part, "cu_seqlens")
@@ -490,6 +538,11 @@ def _apart(call: _Call, operator: type[JobOperator]) -> State:
     call.plain(*(name for name in call.given if name not in others))
     if reason := operator.mixes(call.given):
         raise MixesTokens(reason)
+    return _result(row, operator)
+
+
+def _result(row: Row, operator: type[JobOperator]) -> State:
+    """Where the results of an operator hold the row."""
     axes = operator.result_axis(row.axis)
     if isinstance(axes, tuple):
         return tuple(Row(axis, row.part) for axis in axes)

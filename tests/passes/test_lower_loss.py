@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from tests.models import assert_equals_peft, assert_same, base_of, job, ready, run_fused, tokens
+from tests.models import (
+    VOCABULARY,
+    assert_equals_peft,
+    assert_same,
+    base_of,
+    error_of,
+    hand_written,
+    job,
+    ready,
+    run_fused,
+    tokens,
+)
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
+from tlora_fx.errors import BaseRefused
 from tlora_fx.ir.graph import placeholders
 from tlora_fx.runtime.trainer import Trainer
 
@@ -75,3 +89,39 @@ def test_the_head_s_input_is_every_jobs(tmp_path):
     assert (hidden.meta["role"], hidden.meta["jobs"]) == ("shared", ("plain", "norm"))
     assert "site" not in hidden.meta
     assert any("norm of job 'norm' runs as it is" in note for _, note in model.group.notes)
+
+
+class ReadingAnothersBias(nn.Module):
+    """A causal model whose attention reads the tensors of a linear that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 32)
+        self.out = nn.Linear(32, 32)
+        self.up = nn.Linear(32, 32)
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits [B, S, V]."""
+        hidden = self.embed(ids)
+        x = F.scaled_dot_product_attention(hidden, hidden, hidden, is_causal=True)
+        hidden = hidden + F.linear(x, self.out.weight, self.out.bias)
+        return self.head(hidden + torch.tanh(self.up(hidden)))
+
+
+def test_a_head_that_would_mix_tokens_is_refused():
+    """A job that trains the bias computes attention's result anew from the embedding on."""
+    jobs = hand_written(ReadingAnothersBias(), targets=("up",))
+    plain, biased = (
+        jobs[0].model_copy(
+            update={"name": name, "lora": {"r": 4, "target_modules": ["up"], "bias": bias}}
+        )
+        for name, bias in (("plain", "none"), ("biased", "all"))
+    )
+    assert_equals_peft(ready([plain]), [tokens([5, 3])], 1e-12)
+
+    text = error_of(lambda: compile([plain, biased]), BaseRefused)
+
+    assert "jobs    biased\n" in text
+    assert "scaled_dot_product_attention" in text
+    assert "every token attends to every other" in text

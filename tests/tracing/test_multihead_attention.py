@@ -17,7 +17,7 @@ from tests.models import (
     tokens,
 )
 from tlora_fx.compiler import compile
-from tlora_fx.errors import UnknownTarget
+from tlora_fx.errors import NotTokenParallel, UnknownTarget
 
 
 class Attending(nn.Module):
@@ -102,12 +102,51 @@ def test_torchs_encoder_layers_train_as_alone(norm_first):
     assert_equals_peft(model, [tokens([5, 3])], 1e-12)
 
 
-def test_multihead_attention_itself_is_no_target():
-    """PEFT writes its adapters into the weights in each forward."""
-    text = error_of(lambda: compile(hand_written(Attending(), targets=("attn",))), UnknownTarget)
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"target_modules": ["attn"]}, "layers.0.attn, by target_modules"),
+        ({"modules_to_save": ["attn"]}, "layers.0.attn, by modules_to_save"),
+        ({"modules_to_save": ["out_proj"]}, "layers.0.attn.out_proj, by modules_to_save"),
+        ({"bias": "all"}, "layers.0.attn.out_proj.bias, by bias: all"),
+    ],
+    ids=str,
+)
+def test_what_trains_multihead_attention_itself_is_refused(changes, what):
+    """PEFT writes adapters into its weights in each forward."""
+    (plain,) = hand_written(Attending(), targets=("up",))
+    job = plain.model_copy(
+        update={"name": "mine", "lora": {"r": 4, "target_modules": ["up"], **changes}}
+    )
 
-    assert "the linears of nn.MultiheadAttention cannot be adapted" in text
-    assert "layers.0.attn" in text
+    text = error_of(lambda: compile([job]), UnknownTarget)
+
+    assert "trains a part of nn.MultiheadAttention" in text
+    assert "job       mine\n" in text
+    assert what in text
+
+
+def test_trained_biases_beside_multihead_attention_without_any():
+    """Nothing of it is trained, so the others are."""
+    base = Attending(need_weights=False)
+    for layer in base.layers:
+        layer.attn = nn.MultiheadAttention(32, 4, bias=False, batch_first=True)
+    (plain,) = hand_written(base, targets=("up",))
+    lora = {"r": 4, "target_modules": ["up"], "bias": "all"}
+    model = ready([plain.model_copy(update={"lora": lora})])
+
+    assert_equals_peft(model, [tokens([5, 3])], 1e-12)
+
+
+def test_an_error_about_attention_dropout_says_that_it_must_be_none():
+    """An encoder layer of torch drops 0.1 unless it is told otherwise."""
+    base = Encoding(norm_first=True)
+    base.layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+
+    text = error_of(lambda: compile(hand_written(base, targets=("linear1",))), NotTokenParallel)
+
+    assert "attention dropout must be 0" in text
+    assert "dropout=0.0" in text
 
 
 def test_an_adapter_on_its_last_linear_is_reported_as_idle():

@@ -552,7 +552,7 @@ class _Probe:
             expected=f"a relative difference of at most {bound:.0e}",
             found=what,
             help="the base's code depends on something that tracing does not keep, such as the "
-            "length, its own state, a mask or an autograd function; "
+            "length, its own state, a mask, a dropout of attention or an autograd function; "
             + (
                 "set base.attention: batch"
                 if self.group.form == "packed"

@@ -77,6 +77,7 @@ def _resolve(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
             sites[path] = _site(job, path, module, config, start)
         elif getattr(config, "bias", "none") == "all" and getattr(module, "bias", None) is not None:
             sites[path] = AdapterSite(path, 0, 0.0, 0.0, kind="bias")
+    _refuse_multihead_attention(job, modules, sites)
     sites |= _parameter_sites(job, config, modules)
     _refuse_unknown(job, config, modules, sites)
     embeddings = [path for path, site in sites.items() if site.kind == "embedding"]
@@ -88,6 +89,41 @@ def _resolve(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
             help="leave the embedding out of target_modules, or take another optim than lorafa",
         )
     return sites
+
+
+def _refuse_multihead_attention(
+    job: Job, modules: dict[str, nn.Module], sites: dict[str, AdapterSite]
+) -> None:
+    """Refuse what a job adapts or trains inside nn.MultiheadAttention.
+
+    It is one operator to the graph: it reads the tensors of its `out_proj`, which it never calls,
+    and its results hold lines and tokens in another order than the row. PEFT adds adapters to its
+    weights anew in each forward.
+    An adapter on `out_proj` has no effect, with PEFT neither, and is noted later.
+
+    raises    UnknownTarget
+    """
+    for path, module in modules.items():
+        if not isinstance(module, nn.MultiheadAttention):
+            continue
+        inside = (path, f"{path}.out_proj")
+        copied = [name for name in inside if name in sites and sites[name].kind == "saved"]
+        if copied:
+            found, field = copied[0], "modules_to_save"
+        elif path in sites:
+            found, field = path, "target_modules"
+        elif (site := sites.get(inside[1])) is not None and site.kind == "bias":
+            found, field = f"{inside[1]}.bias", "bias: all"
+        else:
+            continue
+        raise UnknownTarget(
+            f"job '{job.name}' trains a part of nn.MultiheadAttention, which cannot be adapted",
+            job=job.name,
+            found=f"{found}, by {field}",
+            expected="linear modules that the base calls",
+            help="adapt linears beside it, with bias: none or lora_only, or write the base's "
+            "attention with linears",
+        )
 
 
 def _parameter_sites(
@@ -355,14 +391,6 @@ def idle_patterns(job: Job, sites: dict[str, AdapterSite]) -> list[str]:
 def _site(job: Job, path: str, module: nn.Module, config: Any, start: bool | str) -> AdapterSite:
     from peft import PeftType
 
-    if isinstance(module, nn.MultiheadAttention):
-        raise UnknownTarget(
-            "the linears of nn.MultiheadAttention cannot be adapted",
-            found=path,
-            expected="a linear module that the base calls",
-            help="PEFT adds its adapter to the weights anew in each forward, which a graph does "
-            "not keep: adapt linears beside it, or write the base's attention with linears",
-        )
     if config.peft_type != PeftType.LORA:
         # Such branches run as they are: PEFT's module has their numbers.
         kind = config.peft_type.lower()
