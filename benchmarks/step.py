@@ -15,8 +15,8 @@ against float32.
 `ours-dora` and `ours-dropout` are `ours-compiled` whose jobs have DoRA, or drop 5 % of what their
 adapters read; `ours-apart` is it with gate and up in buffers of their own, `ours-ungated` with
 gated activations in kernels of their own, `ours-summed` with gradients that are added behind the
-backward instead of by kernels, `ours-without-flash4` as where FlashAttention-4 is not
-installed.
+backward instead of by kernels, `ours-chunked` with gradients of short rows in chunks, too,
+`ours-without-flash4` as where FlashAttention-4 is not installed.
 
 `--base` takes another shape: `llama-3b` Llama-3.2-3B's, `qwen2.5-7b` and `qwen3-8b` theirs,
 `qwen3-moe` Qwen3-30B-A3B's with half its layers and adapters on attention; with `--adapt-experts`
@@ -57,6 +57,7 @@ PROFILED = (
     "frozen-graph",
     "ours",
     "ours-apart",
+    "ours-chunked",
     "ours-compiled",
     "ours-dora",
     "ours-dropout",

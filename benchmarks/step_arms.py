@@ -23,7 +23,7 @@ from benchmarks.step_packed import ATTENTION, RATE, Packed, llama, stack_adapter
 from tlora_fx.compiler import resolve_pipeline
 from tlora_fx.model import source
 from tlora_fx.ops.float8 import BACKWARDS
-from tlora_fx.ops.kernels import dispatch, flash_attention_4, packed
+from tlora_fx.ops.kernels import dispatch, flash_attention_4, launch, packed
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.launching.interrupts import Interrupts
 
@@ -470,6 +470,13 @@ def _gradients_summed(made: Made) -> Ours:
     return _compiled(made, "ours-summed", within=none)
 
 
+def _gradients_in_chunks(made: Made) -> Ours:
+    def of_the_rule() -> AbstractContextManager[object]:
+        return mock.patch.object(launch, "SHORT_ROW", 0)
+
+    return _compiled(made, "ours-chunked", within=of_the_rule)
+
+
 def _without_flash_attention_4(made: Made) -> Ours:
     def absent() -> AbstractContextManager[object]:
         return mock.patch.object(flash_attention_4, "is_installed", return_value=False)
@@ -486,6 +493,7 @@ ARMS: dict[str, Callable[[Made], Arm]] = {
     "ours-compiled": partial(_compiled, name="ours-compiled"),
     "ours-apart": _gate_and_up_apart,
     "ours-ungated": _activation_apart,
+    "ours-chunked": _gradients_in_chunks,
     "ours-summed": _gradients_summed,
     "ours-without-flash4": _without_flash_attention_4,
     "ours-dora": partial(_compiled, name="ours-dora", use_dora=True),

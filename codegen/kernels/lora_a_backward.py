@@ -13,15 +13,15 @@ width; so strips are narrow (128 columns: 512 programs at 8192 x 4096 with chunk
 the pipeline deep: each SM has three programs with three tiles of 16 KiB in flight.
 
 With `whole` no job has more than one chunk. Then there is nothing to add up: da leaves as it is,
-programs beside write db out of its shares, and rows of nobody are zero. With `accumulate` both are
-added to what is there, and rows of nobody stay as they are.
+programs beside write db out of its shares, and rows of nobody are zero. With `accumulate` da is
+added to what is there, rows of nobody stay as they are, and db is left to `lora_b_backward`.
 """
 
 from __future__ import annotations
 
 from itertools import accumulate
 
-from tlora_fx.codegen.kernels.lora_b_backward import chunk_of
+from tlora_fx.codegen.kernels.lora_b_backward import ROUNDED_SUM, chunk_of
 from tlora_fx.codegen.spec import KernelSpec, Tile, shared_bytes
 from tlora_fx.codegen.template import (
     common_values,
@@ -31,39 +31,20 @@ from tlora_fx.codegen.template import (
     of_sites,
     short,
     size,
-    written,
 )
 
 _BODY = '''
-#? accumulate [
-@triton.jit
-def rounded_sum(before, value):
-    """before + value, which is rounded before it is added, as a sum of whole gradients is."""
-    value = value.to(tl.$adapter_dtype).to($adapter_wide)
-    return (before.to($adapter_wide) + value).to(tl.$adapter_dtype)
-
-
-#]
-#? whole [
+#? whole and not accumulate [
 @triton.jit
 def write_rows(parts, gradient, first, count, strip, there, WIDTH: tl.constexpr):
-    #? not accumulate [
     """Some columns of `count` rows of a gradient, which are one chunk's share, or zero."""
-    #]
-    #? accumulate [
-    """Add one chunk's share, where there is one, to some columns of `count` rows of a gradient."""
-    #]
     ranks = tl.arange(0, RANK_BLOCK)
     columns = strip * COLUMNS + tl.arange(0, COLUMNS)
     own = (ranks < count)[:, None] & (columns < WIDTH)[None, :]
     share = parts + ranks[:, None] * WIDTH + columns[None, :]
     value = tl.load(share, mask=own & there, other=0.0)
     to = gradient + (first + ranks).to(tl.int64)[:, None] * WIDTH + columns[None, :]
-    tl.store(to, value.to(tl.$adapter_dtype), mask=own)  #? not accumulate
-    #? accumulate [
-    before = tl.load(to, mask=own & there, other=0.0)
-    tl.store(to, rounded_sum(before, value), mask=own & there)
-    #]
+    tl.store(to, value.to(tl.$adapter_dtype), mask=own)
 
 
 #]
@@ -104,6 +85,8 @@ def kernel(
     ranks_$k,  # [jobs + 1]
     rows_$k,
     out_a_$k,  # [rows, INNER]
+    #]
+    #? whole and not accumulate [
     db_parts_$k,  # [chunks, width, OUTER]
     out_b_$k,  # [rows, OUTER]
     #]
@@ -127,7 +110,7 @@ def kernel(
     start = tl.load(segments + job)
     count = tl.maximum(tl.load(segments + job + 1, mask=there, other=0) - start, 0)
     rank = (tl.maximum(chunk - jobs, 0) * tl.num_programs(0) + block) * RANK_BLOCK
-    before, chunks = chunks_of(job, segments, jobs, CHUNK, JOBS)
+    before, chunks = chunks_of(job, segments, jobs, CHUNK, JOBS)  #? not accumulate
     #]
     #* sites [
     first_$k = tl.load(slots_$k + job)  #? not whole
@@ -146,7 +129,7 @@ def kernel(
     await_previous(OVERLAP)  #? overlap
     if $nobody:
         return
-    #? whole [
+    #? whole and not accumulate [
     if strip >= A_STRIPS:
         share = before.to(tl.int64)
         #* sites [
@@ -222,7 +205,7 @@ def kernel(
 
 def launch(x, ds, bits, segments, slots, thresholds, jobs, da_parts):  #? not whole
 #? whole [
-def launch(x, ds, bits, segments, slots, thresholds, jobs, ranks, da, db_parts, db):
+def launch(x, ds, bits, segments, slots, thresholds, jobs, ranks, da, db_parts=None, db=None):
 #]
     """$fills of $count$stays.
 
@@ -238,8 +221,14 @@ def launch(x, ds, bits, segments, slots, thresholds, jobs, ranks, da, db_parts, 
     #]
     #? whole [
     ranks        per site int32 [jobs + 1]
-    da, db       per site [R, $inner], [R, $outers] in $adapter_dtype, contiguous, $written
+    #]
+    #? whole and not accumulate [
+    da, db       per site [R, $inner], [R, $outers] in $adapter_dtype, contiguous, written whole
     db_parts     per site $part [C, W, $outers], of which each job has one chunk at most
+    #]
+    #? accumulate [
+    da           per site [R, $inner] in $adapter_dtype, contiguous, added to
+    db_parts     not read, nor is db: `lora_b_backward` has added to db
     #]
     """
     tokens = x.shape[0]
@@ -270,6 +259,8 @@ def launch(x, ds, bits, segments, slots, thresholds, jobs, ranks, da, db_parts, 
             ranks[$k],
             da[$k].shape[0],
             da[$k],
+            #]
+            #? whole and not accumulate [
             db_parts[$k],
             db[$k],
             #]
@@ -357,16 +348,16 @@ def source(spec: KernelSpec) -> str:
     """The module's text."""
     names = "INNER RANK_BLOCK ROWS COLUMNS CHUNK JOBS" + " BYTES" * spec.dropout
     own: dict[str, object] = {}
-    if spec.whole:
+    if spec.whole and not spec.accumulate:
         ends = _ends(spec)
         own = of_sites(OUTER=spec.outers, FIRST=ends[:-1], END=ends[1:]) | {"A_STRIPS": ends[0]}
-    tables = ["chunks_of"] if spec.whole else ["segment_tile"]
+    tables = ["chunks_of"] * (not spec.accumulate) if spec.whole else ["segment_tile"]
     adapters = f"*{short(spec.adapter_dtype)}"
     return module(
         spec,
         constants=constants_of(spec, " ".join([names, *own]), BYTES=_bytes(spec), **own),
         functions=[*tables, *(["expand_bits"] if spec.dropout else [])],
-        body=fill(_BODY, _values(spec)),
+        body=fill(ROUNDED_SUM * spec.accumulate + _BODY, _values(spec)),
         types={"out_a": adapters, "out_b": adapters} if spec.whole else {},
     )
 
@@ -384,16 +375,21 @@ def _values(spec: KernelSpec) -> dict[str, object]:
     somebody = " | ".join(f"owned_{k}" for k in sites)
     return common_values(spec) | {
         "bytes": _bytes(spec),
-        "strips": _ends(spec)[-1 if spec.whole else 0],
+        "strips": _ends(spec)[-1 if spec.whole and not spec.accumulate else 0],
         "count": f"{spec.sites} sites" if several else "one site",
         "unread": "" if spec.dropout else ", not read",
         "ragged": ragged,
         "nobody": f"not ({somebody})" if several else "not owned_0",
-        "fills": "Fill the shares of da",
-        **(written(spec) if spec.whole else {}),
+        "fills": _fills(spec),
         "stays": "" if spec.whole else "; what no job owns stays as it is",
         "or_ranks": ", not read" if spec.whole else "",
     }
+
+
+def _fills(spec: KernelSpec) -> str:
+    if not spec.whole:
+        return "Fill the shares of da"
+    return "Add to da" if spec.accumulate else "Fill da and db"
 
 
 def _bytes(spec: KernelSpec) -> int:

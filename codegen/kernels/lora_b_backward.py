@@ -17,6 +17,9 @@ from 64 ranks on. Steps are of 64 rows, what a warp group multiplies, with as ma
 leave room for two programs an SM, so that one loads tables while the other streams.
 
 With `extend` = "copy" dy also goes, row by row, to where concat-K wants it.
+
+With `accumulate` no job has more than one chunk, so that there is nothing to add up: db is added to
+the gradient that there is.
 """
 
 from __future__ import annotations
@@ -31,8 +34,20 @@ from tlora_fx.codegen.template import (
     fill,
     module,
     of_sites,
+    short,
     size,
 )
+
+# Of kernels that add to gradients: what a module needs for it.
+ROUNDED_SUM = '''
+@triton.jit
+def rounded_sum(before, value):
+    """before + value, which is rounded before it is added, as a sum of whole gradients is."""
+    value = value.to(tl.$adapter_dtype).to($adapter_wide)
+    return (before.to($adapter_wide) + value).to(tl.$adapter_dtype)
+
+
+'''
 
 # Widths for which a Hopper has programs enough with slabs of 512 (H200, 8,192 x 4,096: 23.1 against
 # 23.9 microseconds, and half the shares for `sum_ds`; 8,192 x 14,336 is faster with 256).
@@ -53,7 +68,11 @@ def pass_slab(
     slots,  # [jobs + 1]
     jobs,
     ds_parts,  # [SLABS, tokens, width]
-    db_parts,  # [chunks, width, OUTER]
+    db_parts,  # [chunks, width, OUTER]  #? not accumulate
+    #? accumulate [
+    job_ranks,  # [jobs + 1]
+    out_b,  # [rows, OUTER]
+    #]
     #? copy [
     extended,  # [tokens, extended_stride]
     extended_stride,
@@ -70,6 +89,10 @@ def pass_slab(
     count = tl.minimum(tl.load(segments + job + 1, mask=there, other=0) - start, CHUNK)
     slot = tl.load(slots + job) + block * RANK_BLOCK
     owned = slot < tl.load(slots + job + 1, mask=there, other=0)
+    #? accumulate [
+    first = tl.load(job_ranks + job) + block * RANK_BLOCK
+    own_rows = tl.load(job_ranks + job + 1, mask=there, other=0) - first
+    #]
     await_previous(OVERLAP)  #? overlap
     busy = owned  #? not copy
     # The first programs of a chunk copy, also for a job without an adapter.
@@ -114,8 +137,17 @@ def pass_slab(
             #? not halves [
             tl.store(ds_parts + rows[:, None] * width + ranks[None, :], ds, mask=stored)
             #]
+        #? not accumulate [
         place_db = (chunk.to(tl.int64) * width + block * RANK_BLOCK + ranks)[:, None] * OUTER
         tl.store(db_parts + place_db + columns[None, :], tl.trans(db)$db_mask)
+        #]
+        #? accumulate [
+        to_db = out_b + (first + ranks).to(tl.int64)[:, None] * OUTER + columns[None, :]
+        added = (ranks < own_rows)[:, None]
+        added &= inside[None, :]  #? ragged
+        before = tl.load(to_db, mask=added, other=0.0)
+        tl.store(to_db, rounded_sum(before, tl.trans(db)), mask=added)
+        #]
 
 
 @triton.jit(
@@ -124,6 +156,7 @@ def pass_slab(
         "segments",
         #* sites [
         "slots_$k",
+        "ranks_$k",  #? accumulate
         #]
     ],
 )
@@ -139,7 +172,11 @@ def kernel(
     b_packed_$k,  # [P, OUTER]
     slots_$k,  # [jobs + 1]
     ds_parts_$k,  # [SLABS, tokens, width]
-    db_parts_$k,  # [chunks, width, OUTER]
+    db_parts_$k,  # [chunks, width, OUTER]  #? not accumulate
+    #? accumulate [
+    ranks_$k,  # [jobs + 1]
+    out_b_$k,  # [rows, OUTER]
+    #]
     #? copy [
     extended_$k,  # [tokens, extended_stride]
     extended_stride_$k,
@@ -161,7 +198,11 @@ def kernel(
             slots_$k,
             jobs,
             ds_parts_$k,
-            db_parts_$k,
+            db_parts_$k,  #? not accumulate
+            #? accumulate [
+            ranks_$k,
+            out_b_$k,
+            #]
             #? copy [
             extended_$k,
             extended_stride_$k,
@@ -172,8 +213,14 @@ def kernel(
     #]
 
 
+#? not accumulate [
 def launch(dy, s, b_packed, segments, slots, jobs, ds_parts, db_parts, extended=None):
     """Fill the shares of dS and db$and_copy of $count; what no job owns stays as it is.
+#]
+#? accumulate [
+def launch(dy, s, b_packed, segments, slots, jobs, ds_parts, ranks, db, extended=None):
+    """Fill the shares of dS, and add to db$and_copy, of $count; what no job owns stays as it is.
+#]
 
     dy         per site [M, $outers] in $dtype, rows contiguous
     s          per site [M, W] in $dtype, contiguous
@@ -181,8 +228,14 @@ def launch(dy, s, b_packed, segments, slots, jobs, ds_parts, db_parts, extended=
     segments   int32 [jobs + 1]
     slots      per site int32 [jobs + 1]
     ds_parts   per site $part [$slabs, M, W], not yet scaled; written where a job has a rank
+    #? not accumulate [
     db_parts   per site $part [C, W, $outers], chunks of $chunk tokens; written where a job has a
                rank
+    #]
+    #? accumulate [
+    ranks      per site int32 [jobs + 1]
+    db         per site [R, $outers] in $adapter_dtype, contiguous, added to
+    #]
     extended   $extended_doc
     """
     tokens = s[0].shape[0]
@@ -201,7 +254,11 @@ def launch(dy, s, b_packed, segments, slots, jobs, ds_parts, db_parts, extended=
             b_packed[$k],
             slots[$k],
             ds_parts[$k],
-            db_parts[$k],
+            db_parts[$k],  #? not accumulate
+            #? accumulate [
+            ranks[$k],
+            db[$k],
+            #]
             #? copy [
             extended[$k],
             extended[$k].stride(0),
@@ -318,7 +375,8 @@ def source(spec: KernelSpec) -> str:
         spec,
         constants=constants_of(spec, f"{names} {' '.join(own)}", HALF=spec.rank_block // 2, **own),
         functions=["segment_tile", *(["column_halves"] if _halves(spec) else [])],
-        body=fill(_BODY, _values(spec)),
+        body=fill(ROUNDED_SUM * spec.accumulate + _BODY, _values(spec)),
+        types={"out_b": f"*{short(spec.adapter_dtype)}"} if spec.accumulate else {},
     )
 
 

@@ -117,7 +117,11 @@ def test_other_sites_are_as_exact_as_pytorch(site, monkeypatch, other):
         assert_close(errors(site(**other), monkeypatch, max_rank=max(other.get("ranks", RANKS))))
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, (100, 1, 0, 129, 140)], ids=["chunks", "whole"])
+@pytest.mark.parametrize(
+    "lengths",
+    [LENGTHS, (100, 1, 0, 129, 140), (100, 1, 0, 629, 140)],
+    ids=["chunks", "whole", "wide chunk"],
+)
 @pytest.mark.parametrize("rates", [(0.0,) * 5, RATES], ids=["keep", "drop"])
 @pytest.mark.parametrize("adapter_dtype", [torch.float32, BF16], ids=["float32", "bfloat16"])
 def test_kernels_add_gradients_as_a_sum_behind_them_adds(

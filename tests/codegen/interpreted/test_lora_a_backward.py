@@ -137,7 +137,7 @@ def test_a_job_alone_has_the_bits_that_it_has_in_company(problem):
 def whole(sites, chunk=CHUNK, before=None):
     """da and db of each site, poisoned before; its shares of db are drawn.
 
-    before   what each site's da and db are added to
+    before   what each site's da is added to; db is left to `lora_b_backward` then
     """
     first = sites[0]
     beside = tuple(site.outer for site in sites[1:])
@@ -157,12 +157,13 @@ def whole(sites, chunk=CHUNK, before=None):
         [nans(*own.shape, dtype=own.dtype) for own in each]
         for each in ([site.a for site in sites], [site.b for site in sites])
     )
+    written = [shares, db]
     if before is not None:
-        da, db = ([own.clone() for own in each] for each in zip(*before, strict=True))
+        da, written = [own.clone() for own in before], []
     load(spec).launch(
         first.x, [site.ds for site in sites], [site.bits for site in sites], first.segments,
         None, [site.thresholds for site in sites], first.jobs, [site.ranks for site in sites],
-        da, shares, db,
+        da, *written,
     )  # fmt: skip
     return list(zip(da, db, shares, strict=True))
 
@@ -203,17 +204,14 @@ def test_whole_gradients_are_added_as_a_sum_behind_them_adds_them(problem, rate)
         for seed, (own, outer) in enumerate(zip(ranks, (48, 16), strict=True))
     ]  # fmt: skip
     sites[1].x, sites[1].site = sites[0].x, sites[0].site + 1
-    before = [[torch.randn_like(like) for like in (site.a, site.b)] for site in sites]
-    for own, (_, empty, *_) in zip(before, ranks, strict=True):
-        for gradient in own:
-            first = next(rank for rank in ranks if rank[1] == empty)[0]
-            gradient[first : first + empty] = gradient[-37:] = float("nan")
+    before = [torch.randn_like(site.a) for site in sites]
+    for gradient, (first, empty, *_) in zip(before, ranks, strict=True):
+        gradient[first : first + empty] = gradient[-37:] = float("nan")
     alone, added = whole(sites), whole(sites, before=before)
 
-    for own, one, two in zip(before, alone, added, strict=True):
-        for at in range(2):
-            expected = own[at] + one[at]
-            torch.testing.assert_close(two[at], expected, rtol=0, atol=0, equal_nan=True)
+    for own, (one, _, _), (two, db, _) in zip(before, alone, added, strict=True):
+        torch.testing.assert_close(two, own + one, rtol=0, atol=0, equal_nan=True)
+        assert db.isnan().all()
 
 
 def test_a_whole_gradient_has_the_bits_of_its_shares(problem):

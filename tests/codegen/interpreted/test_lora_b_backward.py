@@ -31,6 +31,20 @@ def passed(site, dy=None, extended=None, tile=SMALL):
     return ds, db
 
 
+def added(site, before, extended=None, tile=SMALL):
+    """Shares of dS, poisoned before, and what db was added to."""
+    fields = {**site.spec_fields, "dropout": False, "bias": False}
+    extend = "" if extended is None else "copy"
+    spec = KernelSpec("lora_b_backward", **fields, extend=extend, accumulate=True, tile=tile)
+    wide = torch.float64 if site.dtype == torch.float64 else torch.float32
+    ds = nans(-(-site.outer // tile.slab), site.tokens, site.width, dtype=wide)
+    db, tables = before.clone(), (site.segments, [site.slots], site.jobs)
+    load(spec).launch(
+        [site.dy], [site.s], [site.b_packed], *tables, [ds], [site.ranks], [db], [extended]
+    )
+    return ds, db
+
+
 def summed(site, ds, db, chunk=CHUNK):
     """dS [M, W], not scaled, and db [R, O], from the shares that are a job's."""
     low = torch.zeros(site.tokens, site.width, dtype=torch.float64)
@@ -140,3 +154,36 @@ def test_a_job_alone_has_the_bits_that_it_has_in_company(problem):
 
         assert torch.equal(own_low, low[own])
         assert torch.equal(own_high, high[rows])
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["", "copy"])
+@pytest.mark.parametrize("outer", [64, 72])
+@pytest.mark.parametrize("ranks", [(4, 8, 16, 0, 3), (20, 3, 0, 1, 40)], ids=["block", "blocks"])
+def test_whole_gradients_are_added_as_a_sum_behind_them_adds_them(problem, ranks, outer, copies):
+    """To the bits of PyTorch; rows of jobs without tokens and of nobody stay, NaN or not."""
+    site = problem(lengths=(1, 0, 32, 9, 2), ranks=ranks, outer=outer, spare_rows=37)
+    before = torch.randn_like(site.b)
+    before[ranks[0] : sum(ranks[:2])] = before[-37:] = float("nan")
+    extended = nans(site.tokens, outer + 64, dtype=site.dtype) if copies else None
+    ds, db = passed(site)
+    expected, chunk = before.clone(), 0
+    for _, own, rows, _ in site.parts():
+        if own.start < own.stop:
+            expected[rows] += db[chunk, : rows.stop - rows.start]
+            chunk += 1
+    found, gradient = added(site, before, extended)
+
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found, ds, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_is_added_is_rounded_to_the_type_of_adapters_first(problem):
+    """As autograd gives a gradient of this type, and adds it to the one that there is."""
+    site = problem(lengths=(30, 7), ranks=(16, 5), adapter_dtype=torch.float16, outer=64)
+    before = torch.randn(site.b.shape, dtype=torch.float32).to(site.b.dtype)
+    _, db = passed(site)
+    expected = before.clone()
+    for chunk, (_, _, rows, _) in enumerate(site.parts()):
+        expected[rows] += db[chunk, : rows.stop - rows.start].to(before.dtype)
+
+    assert torch.equal(added(site, before)[1], expected)

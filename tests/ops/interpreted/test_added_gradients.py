@@ -15,8 +15,8 @@ from tlora_fx.parallel import capturing
 from tlora_fx.parallel.capturing import add_gradients, throw_gradients_away
 
 SHAPE = (32, 48)
-#: With a job of more tokens than a chunk has, and without.
-LENGTHS = {"short": (4, 0, 9), "long": (4, 0, 600)}
+#: A job of few tokens, of more than the chunk of its rule has, and of more than a short row has.
+LENGTHS = {"short": (4, 0, 9), "wide chunk": (4, 0, 600), "long": (4, 0, 800)}
 
 
 @pytest.fixture

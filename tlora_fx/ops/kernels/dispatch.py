@@ -272,8 +272,21 @@ def input_gradient(
                 _frozen_input_gradient(call, wholes, dx)
         elif tokens:
             out = dx if need_dx else None
-            call.serve(_input_gradient, wholes, tail_columns, s, bits, out, ds, parts)
+            for db in _added_to(call, group):
+                call.serve(_input_gradient, wholes, tail_columns, s, bits, out, ds, parts, db)
     return [dx.view(*first.shape[:-1], group.inner) if need_dx else dx, *ds, *parts]
+
+
+def _added_to(call: KernelCall, group: SiteGroup) -> list[list[Tensor]]:
+    """What `lora_b_backward` adds dB to, [] where it leaves parts; one, or all that rows may have.
+
+    Kernels add dB of a short row where `adapter_gradients` will add dA.
+    """
+    targets = targets_of([*group.a, *group.b])
+    if targets is None or not call.is_short:
+        return [[]]
+    # Whether gradients are added follows from a row's memory: all kernels are asked for.
+    return [targets[len(group.a) :], *([[]] if ahead.is_on else [])]
 
 
 def _frozen_input_gradient(call: KernelCall, wholes: list[Tensor], dx: Tensor) -> None:
@@ -295,10 +308,11 @@ def _input_gradient(
     dx: Tensor | None,
     ds: list[Tensor],
     parts: list[Tensor],
+    db: list[Tensor],
 ) -> None:
     sites = call.kernel_group.sites
     if len(wholes) < len(sites):
-        _joined_input_gradient(call, wholes[0], tail_columns, s, bits, dx, ds, parts)
+        _joined_input_gradient(call, wholes[0], tail_columns, s, bits, dx, ds, parts, db)
         return
     extended: dict[int, tuple[Tensor, Tensor]] = {}
     rows, choices, packed = [], [], []
@@ -322,7 +336,7 @@ def _input_gradient(
         lefts.append(left)
         copies.append(not behind)
     tails = [(site.outer, site.tail) for site in sites]
-    call.lora_b_backward(rows, s, packed, parts, ds, lefts, copies, tails)
+    call.lora_b_backward(rows, s, packed, parts, ds, lefts, copies, tails, db)
     if dx is not None:
         _add_up(call, rows, choices, packed, ds, bits, dx, extended)
 
@@ -336,6 +350,7 @@ def _joined_input_gradient(
     dx: Tensor | None,
     ds: list[Tensor],
     parts: list[Tensor],
+    db: list[Tensor],
 ) -> None:
     """All dys stand side by side in `whole`."""
     sites = call.kernel_group.sites
@@ -349,7 +364,7 @@ def _joined_input_gradient(
     packed = [call.packed(index, buffer) for index, buffer in enumerate(extended_weights)]
     lefts = [None if concat is None else whole] * len(sites)
     tails = [(outer + step * index, step) for index in range(len(sites))]
-    call.lora_b_backward(rows, s, packed, parts, ds, lefts, [False] * len(sites), tails)
+    call.lora_b_backward(rows, s, packed, parts, ds, lefts, [False] * len(sites), tails, db)
     if dx is None:
         return
     if together is None:
@@ -531,7 +546,9 @@ def add_input_gradient(
     (parts,) = kernels.gradient_parts(dy, call.empty)
     with call.on_device():
         if len(rows):
-            call.serve(_add_input_gradient, rows, s, bits, dx if need_dx else None, ds, parts)
+            out = dx if need_dx else None
+            for db in _added_to(call, group):
+                call.serve(_add_input_gradient, rows, s, bits, out, ds, parts, db)
     return [dx.view(*dy.shape[:-1], group.inner) if need_dx else dx, ds, parts]
 
 
@@ -543,9 +560,10 @@ def _add_input_gradient(
     dx: Tensor | None,
     ds: Tensor,
     parts: Tensor,
+    db: list[Tensor],
 ) -> None:
     packed = call.packed(0)
-    call.lora_b_backward([rows], [s], [packed], [parts], [ds], [None], [False], [(0, 0)])
+    call.lora_b_backward([rows], [s], [packed], [parts], [ds], [None], [False], [(0, 0)], db)
     if dx is not None:
         mask = [bits] if call.kernel_group.sites[0].drops else None
         call.expand([0], [ds], [packed.a], None, dx, accumulate=False, bits=mask)

@@ -39,6 +39,9 @@ from tlora_fx.ops.tables import SiteGroup, check_fit, named
 _HERE = nullcontext()
 _HOPPER = 90
 _SMALL_BLOCK = 16
+#: Gradients of rows of so few tokens, and so few a job, leave whole: to sum up chunks of 512 tokens
+#: takes longer than to leave a job to fewer programs.
+SHORT_ROW, _SHORT_SEGMENT = 2048, 256
 # Of a vector load.
 _BYTES = 16
 
@@ -416,7 +419,7 @@ class KernelCall:
         """
         sites = self.kernel_group.sites
         kind: Kind = "lora_b_backward"
-        own = [self.tile(kind, site) or rule_of(kind, site) for site in sites]
+        own = [self._chunked(self.tile(kind, site) or rule_of(kind, site)) for site in sites]
         if select.is_strict():
             return own
         widest, tile = max(zip(sites, own, strict=True), key=lambda each: each[0].outer)
@@ -428,12 +431,13 @@ class KernelCall:
     def lora_b_backward(
         self, dys: Sequence[Tensor], s: Sequence[Tensor], packed: Sequence[Packed],
         db_parts: Sequence[Tensor], ds: Sequence[Tensor], extended: Sequence[Tensor | None],
-        copies: Sequence[bool], tails: Sequence[tuple[int, int]],
+        copies: Sequence[bool], tails: Sequence[tuple[int, int]], db: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         """dS, and dB's parts, of all sites by one read of each dy; in `extended` also dy and dS.
 
         copies   whether a dy is not there yet
         tails    first column of dS there, and its columns, written whole
+        db       of a short row what dB is added to, in place of parts
         """
         cuts = self.cuts_of_dy()
 
@@ -454,8 +458,12 @@ class KernelCall:
             wide = [rows for index in indices if (rows := extended[index]) is not None]
             slots = [self.tables[index].slots for index in indices]
             joined = self.beside(indices)
-            copy = {"extend": "copy"} if copied else {}
-            kernel("lora_b_backward", first, tile, **copy, **joined)(
+            fields: dict[str, Any] = {"extend": "copy"} if copied else {}
+            left = [[db_parts[index] for index in indices]]
+            if db:
+                fields |= {"accumulate": True, "adapter_dtype": first.adapter_dtype}
+                left = [[self.tables[k].ranks for k in indices], [db[k] for k in indices]]
+            kernel("lora_b_backward", first, tile, **fields, **joined)(
                 [dys[index] for index in indices],
                 [s[index] for index in indices],
                 [packed[index].b for index in indices],
@@ -463,7 +471,7 @@ class KernelCall:
                 slots,
                 self.row.jobs,
                 shares,
-                [db_parts[index] for index in indices],
+                *left,
                 wide if copied else None,
             )
             summed = replace(rule_of("sum_ds", first), slab=tile.slab)
@@ -507,12 +515,20 @@ class KernelCall:
 
     @property
     def is_short(self) -> bool:
-        """Whether no job can have more than a chunk, so that its gradients need no sums."""
+        """Whether no job can have more than a chunk, so that its gradients need no sums.
+
+        In strict mode chunks are those of the rule, in rows of any number of jobs.
+        """
         sites = self.kernel_group.sites
-        return (
-            self.tokens <= min(site.chunk for site in sites)
-            and self.alike(range(len(sites))) == self.together()
-        )
+        most = min(site.chunk for site in sites)
+        if not select.is_strict():
+            most = max(most, min(_SHORT_SEGMENT * self.row.jobs, SHORT_ROW))
+        return self.tokens <= most and self.alike(range(len(sites))) == self.together()
+
+    def _chunked(self, tile: Tile) -> Tile:
+        """A tile of this row: all of a short one is one chunk at most."""
+        widened = self.is_short and self.tokens > tile.chunk
+        return replace(tile, chunk=SHORT_ROW) if widened else tile
 
     def whole_gradients(
         self, rows: Tensor, ds: Sequence[Tensor], bits: Sequence[Tensor],
@@ -520,16 +536,21 @@ class KernelCall:
     ) -> None:  # fmt: skip
         """dA and dB of all sites of a short row: `lora_a_backward` and `sum_gradients` in one.
 
-        adds   they are added to what is there
+        adds   dA is added to what is there, as `lora_b_backward` has added dB
         """
         for indices in self.together():
             first = self.kernel_group.sites[indices[0]]
             fields = {
                 "dropout": first.drops, "adapter_dtype": first.adapter_dtype, "whole": True,
-                "accumulate": adds,
+                "accumulate": adds, **self.beside(indices),
             }  # fmt: skip
             tile = self.tile("lora_a_backward", first, len(indices))
-            kernel("lora_a_backward", first, tile, **fields, **self.beside(indices))(
+            if tile is None and self.tokens > first.chunk:
+                spec = spec_of("lora_a_backward", first, None, **fields)
+                tile = emitter("lora_a_backward").default_tile(spec)
+            written = [[db_parts[index] for index in indices], [db[index] for index in indices]]
+            tile = tile and self._chunked(tile)
+            kernel("lora_a_backward", first, tile, **fields)(
                 rows,
                 [ds[index] for index in indices],
                 [bits[index] for index in indices],
@@ -539,8 +560,7 @@ class KernelCall:
                 self.row.jobs,
                 [self.tables[index].ranks for index in indices],
                 [da[index] for index in indices],
-                [db_parts[index] for index in indices],
-                [db[index] for index in indices],
+                *([] if adds else written),
             )
 
     def sum_gradients(
