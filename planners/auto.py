@@ -295,7 +295,7 @@ def _sharded(first: Plan) -> Iterator[Plan]:
 def _staged(
     cost: CostModel, first: Plan, mesh: MeshShape, work: Round, legal: Sequence[int]
 ) -> Iterator[Plan]:
-    """The same plan as a pipeline, under every schedule that is offered, sharded or not."""
+    """The same plan as a pipeline, under each pipeline schedule, its base sharded or not."""
     for schedule in SCHEDULES:
         stages = mesh.pp * (INTERLEAVED_STAGES if schedule == "interleaved" else 1)
         if stages <= len(legal) + 1:

@@ -247,7 +247,7 @@ class PipelineParallel(Planner):
     class Options(PlannerOptions):
         """Options of pipeline parallelism.
 
-        schedule             the order in which stages work
+        schedule             the pipeline schedule: gpipe, 1f1b or interleaved
         stages_per_process   of an interleaved schedule
         micro_batches        forwards of a replica a round; None: chosen by the jobs' batches
         cuts                 where stages begin; None: balanced

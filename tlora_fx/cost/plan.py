@@ -133,7 +133,7 @@ class Plan(BaseModel):
     model               fingerprint of the base and of every job's sites (see model_fingerprint)
     cuts                where a new stage begins, as places in `SuperModel.layer_order()`; n stages
                         have n - 1 cuts, and stage s runs on pipeline rank s % pp
-    schedule            the order in which stages work
+    schedule            the pipeline schedule that the planner chose
     micro_batches       forwards of one replica in a round, at least
     shard_base          the frozen base is sharded over dp and gathered layer by layer
     keep_gathered       gathered weights are kept from a layer's forward to its backward, in a

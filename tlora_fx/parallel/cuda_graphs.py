@@ -65,16 +65,19 @@ ACTIVATION_MARGIN, RESERVED_BYTES = 1.3, 2**28
 NormCalls = dict[tuple[object, ...], Callable[[], Tensor]]
 
 
-class Position(NamedTuple):
-    """The key of a CUDA graph: the stage of its process, the slot and the rows that it is for.
+class GraphKey(NamedTuple):
+    """The key of a captured CUDA graph.
 
-    A process that runs whole rows has one stage and one slot. Rows have kinds of losses (see
-    `kind_of`); a row that is scored for what pairs are compared with has the jobs of these.
+    stage   index among the pipeline stages of the process; 0 where it runs whole rows
+    slot    index among the rows that are under way at a time; 0 where it runs whole rows
+    rows    the sizes of the rows that it replays
+    kind    of the rows' losses (see `kind_of`); the jobs of a row that is scored for what pairs are
+            compared with
     """
 
     stage: int
     slot: int
-    key: RowSize
+    rows: RowSize
     kind: int | tuple[int, ...] = 0
 
 
@@ -131,7 +134,7 @@ Captured = TypeVar("Captured", bound=CapturedRow)
 
 
 class GraphCache(Generic[Captured]):
-    """The graphs of a model in one process, by position.
+    """The graphs of a model in one process, by `GraphKey`.
 
     largest_row   tokens of the largest row that may come: its memory stays free; 0: rows are run
                   as they are
@@ -172,9 +175,9 @@ class GraphCache(Generic[Captured]):
         self.most = CAPTURED_TOKENS * (1 if group is None else dist.get_world_size(group))
         self.skipped_no_memory = self.captured = 0
         self.rows_run = self.rows_replayed = 0
-        self._graphs: OrderedDict[Position, Captured] = OrderedDict()
-        self._seen: Counter[Position] = Counter()
-        self._came: Counter[Position] = Counter()
+        self._graphs: OrderedDict[GraphKey, Captured] = OrderedDict()
+        self._seen: Counter[GraphKey] = Counter()
+        self._came: Counter[GraphKey] = Counter()
         self._lately: deque[int] = deque(maxlen=RECENT_ROWS)
         self._under_way = 1
         self._pools: dict[int, Any] = {}
@@ -191,7 +194,7 @@ class GraphCache(Generic[Captured]):
     @property
     def keys(self) -> list[RowSize]:
         """Those that have a graph, once for each stage and slot."""
-        return [position.key for position in self._graphs]
+        return [key.rows for key in self._graphs]
 
     def clear(self) -> None:
         """Let go of all graphs and of their memory, and forget which rows came."""
@@ -227,36 +230,34 @@ class GraphCache(Generic[Captured]):
         together = self.group is not None or self.gathering is not None
         return may and row.input_ids.numel() <= self.most and not (row.pairs and together)
 
-    def _loaded(self, position: Position, row: PackedBatch, weights: Tensor) -> Captured | None:
-        """The graph of a position with this row in it; None where there is none."""
-        self._seen[position._replace(slot=0)] += 1
-        self._came[position] += 1
-        graph = self._graphs.get(position)
+    def _loaded(self, key: GraphKey, row: PackedBatch, weights: Tensor) -> Captured | None:
+        """The graph of a key, with this row in it; None where there is none."""
+        self._seen[key._replace(slot=0)] += 1
+        self._came[key] += 1
+        graph = self._graphs.get(key)
         if graph is None:
             return None
         if not self.model.adapted_sites <= graph.adapted_sites:
             # A job has come to a site whose kernels are not in it.
-            self._graphs.pop(position).release()
+            self._graphs.pop(key).release()
             return None
-        self._graphs.move_to_end(position)
+        self._graphs.move_to_end(key)
         graph.load(row, weights)
-        self.rows_replayed += not isinstance(position.kind, tuple)
+        self.rows_replayed += not isinstance(key.kind, tuple)
         return graph
 
-    def _is_worth(self, position: Position) -> bool:
+    def _is_worth(self, key: GraphKey) -> bool:
         """Whether a form has come again, and has a place, or one that a much rarer one takes."""
-        if self._seen[position._replace(slot=0)] <= WARMUP_ROWS:
+        if self._seen[key._replace(slot=0)] <= WARMUP_ROWS:
             return False
-        there = self._there(position)
-        return len(there) < MAX_GRAPHS or self._came[position] > 2 * self._came[there[0]]
+        there = self._there(key)
+        return len(there) < MAX_GRAPHS or self._came[key] > 2 * self._came[there[0]]
 
-    def _there(self, position: Position) -> list[Position]:
+    def _there(self, key: GraphKey) -> list[GraphKey]:
         """What has a graph of the same stage and slot, the one that was not used longest first."""
-        return [other for other in self._graphs if other[:2] == position[:2]]
+        return [other for other in self._graphs if other[:2] == key[:2]]
 
-    def _keep(
-        self, position: Position, graph: Captured, kept: int, beside: int | None = None
-    ) -> None:
+    def _keep(self, key: GraphKey, graph: Captured, kept: int, beside: int | None = None) -> None:
         """Capture a graph whose row has been run, if there is memory for it.
 
         kept      bytes that the row's forward kept for its backward
@@ -265,15 +266,15 @@ class GraphCache(Generic[Captured]):
                   FSDP2 in the middle of a gather
         """
         beside = self.beside if beside is None else beside
-        taken = self._held.get(position.slot, 0)
-        if not self._fits_memory(kept, max(0, kept - taken), position.key.tokens, beside):
-            self._leave(position, graph)
+        taken = self._held.get(key.slot, 0)
+        if not self._fits_memory(kept, max(0, kept - taken), key.rows.tokens, beside):
+            self._leave(key, graph)
             return
         outer = torch.cuda.current_stream(self.device)
-        if all(other.slot != position.slot for other in self._graphs):
+        if all(other.slot != key.slot for other in self._graphs):
             # torch forgets a pool of which no graph is left, and takes it for none that it knows.
-            self._pools[position.slot] = torch.cuda.graph_pool_handle()
-        pool = self._pools[position.slot]
+            self._pools[key.slot] = torch.cuda.graph_pool_handle()
+        pool = self._pools[key.slot]
         try:
             with torch.cuda.device(self.device):
                 # Memory is used again by graphs that were captured on the same stream.
@@ -286,26 +287,26 @@ class GraphCache(Generic[Captured]):
             # in the middle of its forward would take what others save until its frame is gone.
             clear_frames(error.__traceback__)
             forget_capture(self.device, outer, pool)
-            self._fail(position, graph, error)
+            self._fail(key, graph, error)
             return
-        self._graphs[position] = graph
-        self._held[position.slot] = max(kept, taken)
+        self._graphs[key] = graph
+        self._held[key.slot] = max(kept, taken)
         self.captured += 1
-        there = self._there(position)
+        there = self._there(key)
         if len(there) > MAX_GRAPHS:
             self._graphs.pop(there[0]).release()
-        logger.debug("captured %s of %s", self.runs, position)
+        logger.debug("captured %s of %s", self.runs, key)
 
-    def _leave(self, position: Position, graph: Captured) -> None:
+    def _leave(self, key: GraphKey, graph: Captured) -> None:
         """Leave a form for now: there is no memory for its graph."""
-        self._seen[position._replace(slot=0)] = 0
+        self._seen[key._replace(slot=0)] = 0
         self.skipped_no_memory += 1
         graph.release()
-        logger.info("no memory for a CUDA graph of %s", position)
+        logger.info("no memory for a CUDA graph of %s", key)
 
-    def _fail(self, position: Position, graph: Captured, error: Exception) -> None:
+    def _fail(self, key: GraphKey, graph: Captured, error: Exception) -> None:
         if is_out_of_memory(error):
-            self._leave(position, graph)
+            self._leave(key, graph)
             return
         self.refused = f"{type(error).__name__}: {error}"
         graph.release()
@@ -365,18 +366,18 @@ class RowGraphs(GraphCache["RowGraph"]):
         if not self._may_capture(row):
             return None
         row = padded_by(self.ladder, row)
-        position = Position(0, 0, size_of(row), kind_of(row))
-        graph = self._loaded(position, row, weights)
+        key = GraphKey(0, 0, size_of(row), kind_of(row))
+        graph = self._loaded(key, row, weights)
         if graph is not None:
             return graph.replay()
-        if row.is_plain and position.key in self.ladder.steps and self._waits:
-            return self._run_first(position.key, row, weights)
-        if not self._is_worth(position):
+        if row.is_plain and key.rows in self.ladder.steps and self._waits:
+            return self._run_first(key.rows, row, weights)
+        if not self._is_worth(key):
             return None
         made = ComparingRowGraph if row.pairs else RowGraph
         graph = made(self.model, row, weights, self.device, self._lengths, self.gathering)
         losses, kept = graph.run()
-        self._keep(position, graph, kept)
+        self._keep(key, graph, kept)
         return losses
 
     def with_reference(self, row: PackedBatch, weights: Tensor) -> PackedBatch:
@@ -389,16 +390,16 @@ class RowGraphs(GraphCache["RowGraph"]):
             return row
         compared = padded_by(self.ladder, compared)
         jobs = tuple(own.job for own in row.pairs)
-        position = Position(0, 0, size_of(compared), jobs)
-        graph = self._loaded(position, compared, weights)
+        key = GraphKey(0, 0, size_of(compared), jobs)
+        graph = self._loaded(key, compared, weights)
         if graph is not None:
             losses = graph.replay()
-        elif self._is_worth(position):
+        elif self._is_worth(key):
             graph = ScoringGraph(
                 self.model, compared, weights, self.device, self._lengths, self.gathering, jobs
             )
             losses, kept = graph.run()
-            self._keep(position, graph, kept)
+            self._keep(key, graph, kept)
         else:
             return row
         pairs = with_base(row.pairs, losses, compared.target_segments)
@@ -459,7 +460,7 @@ class RowGraphs(GraphCache["RowGraph"]):
             if self.refused:
                 graph.release()
             else:
-                self._keep(Position(0, 0, step), graph, graph.kept, beside)
+                self._keep(GraphKey(0, 0, step), graph, graph.kept, beside)
 
     def forms(self, row: PackedBatch) -> Iterator[PackedBatch]:
         """Rows whose kernels will be started: this one in its form, and the ladder's other steps.

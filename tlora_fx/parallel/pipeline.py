@@ -152,7 +152,7 @@ class PipelineRunner:
         return RowScores(total, dict(zip(mine, tokens, strict=False)))
 
     def _schedule(self, micro_batches: int) -> tuple[Any, list[RowStage]]:
-        """The schedule for so many micro-batches; torch fixes their number when it is made."""
+        """The plan's pipeline schedule, for so many micro-batches: torch fixes their number."""
         if micro_batches not in self._schedules:
             processes, kind = self.mesh.shape.pp, self.plan.schedule
             require_schedule(kind, self.count, processes, micro_batches)

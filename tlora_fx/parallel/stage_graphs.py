@@ -21,7 +21,7 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.dora import lengths_kept
 from tlora_fx.ops.kernels.pack_together import noting, serving
 from tlora_fx.parallel.capturing import add_together, may_add_together
-from tlora_fx.parallel.cuda_graphs import CapturedRow, GraphCache, Position
+from tlora_fx.parallel.cuda_graphs import CapturedRow, GraphCache, GraphKey
 
 
 class StageGraphs(GraphCache["CapturedStage"]):
@@ -40,7 +40,7 @@ class StageGraphs(GraphCache["CapturedStage"]):
     ) -> None:
         super().__init__(model, device, largest_row, group=group, lengths={})
         self.stages = stages
-        self._wanted: dict[Position, CapturedStage] = {}
+        self._wanted: dict[GraphKey, CapturedStage] = {}
         self._rows: list[PackedBatch] = []
         self._weights = torch.empty(0)
         self._slots: dict[tuple[int, int], int] = {}
@@ -73,16 +73,16 @@ class StageGraphs(GraphCache["CapturedStage"]):
         slot = self._slot(index, number)
         if not self._may_capture(row):
             return as_it_is()
-        position = Position(index, slot, size_of(row))
-        graph = self._loaded(position, row, self._weights)
+        key = GraphKey(index, slot, size_of(row))
+        graph = self._loaded(key, row, self._weights)
         if graph is not None:
             return graph(hidden)
-        if position in self._wanted or not self._is_worth(position):
+        if key in self._wanted or not self._is_worth(key):
             return as_it_is()
         graph = CapturedStage(
             self.model, row, self._weights, self.device, self._lengths, stage, hidden
         )
-        self._wanted[position] = graph
+        self._wanted[key] = graph
         return graph.first(hidden)
 
     def done(self, index: int, number: int) -> None:
@@ -95,11 +95,11 @@ class StageGraphs(GraphCache["CapturedStage"]):
         raises    PlanNotRunnable where a capture that fails leaves other processes halfway
         """
         wanted, self._wanted = self._wanted, {}
-        for position, graph in wanted.items():
+        for key, graph in wanted.items():
             if self.refused:
                 graph.release()
             else:
-                self._keep(position, graph, graph.kept)
+                self._keep(key, graph, graph.kept)
 
     def _slot(self, index: int, number: int) -> int:
         """The lowest that is free; what has no backward is under way no longer than its forward."""

@@ -225,7 +225,7 @@ class JobRun(Member):
         """
         # A NaN or infinite loss, or gradient, ends the job; its neighbours train on.
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._fail_at(self.step + 1, loss, norm)
+            self._fail_as_not_finite(self.step + 1, loss, norm)
             return None
         ahead = self._ahead(batches, [*self.scores.metrics.values()])
         report = self._report(ahead, loss, norm, round_)
@@ -265,7 +265,8 @@ class JobRun(Member):
             more=_speed(report) | own,
         )  # fmt: skip
 
-    def _fail_at(self, step: int, loss: float, norm: float) -> None:
+    def _fail_as_not_finite(self, step: int, loss: float, norm: float) -> None:
+        """End the job: the loss, or the gradient, of this step is NaN or infinite."""
         self.fail(
             f"step {step}: loss {loss:.6g}, gradient norm {norm:.6g}; the adapter is kept as step "
             f"{step - 1} left it"
@@ -291,7 +292,7 @@ class JobRun(Member):
             self.optimizer.noted(-1)
             if self.status != "failed":
                 self.step, self.tokens = ahead.step - 1, ahead.before
-                self._fail_at(ahead.step, outcome.loss, outcome.norm)
+                self._fail_as_not_finite(ahead.step, outcome.loss, outcome.norm)
             return None
         report = self._report(ahead, outcome.loss, outcome.norm, round_)
         self._take_in(report)

@@ -479,7 +479,10 @@ class SampleTable(TokenSamples):
         )
 
     def _flat(self, batch: int, *, labels: bool) -> np.ndarray:
-        """Ids or labels of all samples of a batch of the table, one behind the other."""
+        """Ids or labels of all samples of a batch, one behind the other.
+
+        Computes the loss mask of a whole batch, as `_arrays` does of one sequence.
+        """
         first, (values, ends), spans = self.table.batch(batch)
         start, stop = np.searchsorted(self.rows, (first, first + len(ends) - 1))
         rows = self.rows[start:stop] - first
@@ -510,7 +513,8 @@ class SampleTable(TokenSamples):
     def _arrays(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids and labels of a sequence of the table, [n] int32 each.
 
-        The loss mask: labels are -100 (`NO_TARGET`) where no loss is counted, else the ids.
+        Computes the loss mask: labels are -100 (`NO_TARGET`) where no loss is counted, else the
+        ids. `_flat` computes the same for all sequences of a batch.
         """
         ids, cut = self.table.ids(row)[: self.cut.max_length], self.cut
         if (cut.whole and not self.table.final[row]) or (cut.odd_spans and row % 2 == 0):
