@@ -31,7 +31,7 @@ COMMANDS = {
     "data": "Show what jobs train on, token by token, and what was left out.",
     "explain": "Explain why jobs share a module, or why they do not.",
     "generate": "Generate text from prompts with trained adapters.",
-    "import": "Make a job file of a config file of Axolotl, LLaMA-Factory or TRL.",
+    "import": "Make a job file of an Axolotl, LLaMA-Factory or TRL config.",
     "inspect": "Show a compiled model, or what each pass changed.",
     "kernels": "List, show, explain and tune generated GPU kernels.",
     "merge": "Merge an adapter into its base and write the full model.",

@@ -37,7 +37,7 @@ def run(
         "Write no job file, and exit with 1, if the job would train otherwise than the other tool.",
     ),
 ) -> None:
-    """Make a job file of a config file of Axolotl, LLaMA-Factory or TRL.
+    """Make a job file of an Axolotl, LLaMA-Factory or TRL config.
 
     Each key of the config file is carried into the job file, or is listed with the reason: first
     the keys for which the job trains otherwise, then those without which it trains the same. The

@@ -85,8 +85,8 @@ class ServeCommandOptions(RunCommandOptions):
     )
     max_upload: float | None = option(
         None,
-        "Largest uploaded file, in MiB; if not given 1024, or what the largest adapter of --tinker "
-        "needs.",
+        "Largest uploaded file, in MiB; if not given, 1024, or more if the largest adapter of "
+        "--tinker needs more.",
         min=0,
     )
     max_stored: float = option(
@@ -127,7 +127,7 @@ class ServeCommandOptions(RunCommandOptions):
 
     tinker_waiting: float = option(
         2.0,
-        "Largest size of a user's requests to --tinker that wait for answers together, in GiB.",
+        "Largest total size, in GiB, of one user's requests to --tinker that wait for an answer.",
         min=0.25,
     )
     tinker_price: float = option(

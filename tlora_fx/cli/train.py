@@ -75,8 +75,8 @@ class TrainOptions(StartOptions):
     )
     callback: list[str] | None = option(
         None,
-        "Class of yours to call at events of the run, a subclass of tlora_fx.TrainerCallback, as "
-        "FILE.py:CLASS; repeatable.",
+        "Class of your own to call at events of the run: a subclass of tlora_fx.TrainerCallback, "
+        "as FILE.py:CLASS; repeatable.",
     )
     push_to_hub: str | None = option(
         None,

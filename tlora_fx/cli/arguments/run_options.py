@@ -90,14 +90,14 @@ class RunCommandOptions(PipelineOptions):
     )
     stall: str | None = option(
         None,
-        "Kill a group that makes no progress for this long, such as 10m; if not given, for 20 "
-        "times its longest step, and 5 minutes at least (30 with --compile).",
+        "Time without progress after which a group is killed, such as 10m; if not given, 20 times "
+        "its longest step, and at least 5 minutes (30 with --compile).",
     )
     grace: str = option("60s", "How long groups may take to stop after Ctrl-C, such as 60s.")
     callback: list[str] | None = option(
         None,
-        "Your own callback for events of each group, a tlora_fx.TrainerCallback, as FILE.py:CLASS; "
-        "repeatable.",
+        "Class of your own to call at events of each group: a subclass of "
+        "tlora_fx.TrainerCallback, as FILE.py:CLASS; repeatable.",
     )
     accept_changes: bool = option(
         False, "Continue jobs even if their data or base model have changed."

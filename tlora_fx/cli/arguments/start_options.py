@@ -66,8 +66,8 @@ class StartOptions(PipelineOptions):
     )
     recompute_budget: float | None = option(
         None,
-        "Compute values of the layers again in the backward, the cheapest first, so that this "
-        "share of their bytes is kept, such as 0.6; 0: their inputs alone.",
+        "Share of the bytes of the layers' activations to keep for the backward, such as 0.6. What "
+        "is cheapest to compute is computed again. 0 keeps only the inputs of the layers.",
         min=0,
         max=0.99,
     )
