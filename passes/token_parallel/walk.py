@@ -339,7 +339,7 @@ class LineWalk(RowWalk):
             return call.state("x")
         contract = _CONTRACTS.get(node.target) or find_operator(node.target)
         if contract is not None:
-            return _by_contract(call, contract)
+            return _result(_common_row(call, contract), contract)
         if find_rule(node.target) is None and node.meta.get("role") == "adapter":
             # Adapters of PEFT have operators that no base may have; none of them mixes tokens.
             axis = self._by_shape(node.meta["val"])
@@ -463,11 +463,6 @@ def _of_lines(call: _Call, rows: list[Row]) -> State:
     if len(set(rows)) > 1 or call.given["dim"] == rows[0].axis:
         raise MixesTokens("it takes some tokens of a line by their place")
     return rows[0]
-
-
-def _by_contract(call: _Call, operator: type[JobOperator]) -> State:
-    """An operator over all jobs: it mixes nothing along the dimension of its rows."""
-    return _result(_common_row(call, operator), operator)
 
 
 def _sequence_cumsum(call: _Call) -> State:

@@ -502,7 +502,7 @@ class _Server:
     def trim(self, order: int = 0, needs: float = 0) -> None:
         """End the oldest idle workers where main memory runs short, by what an order needs."""
         for pid, _ in self.idle():
-            if _free_memory(needs) >= MIN_FREE:
+            if (free_bytes() - needs) / total_bytes() >= MIN_FREE:
                 return
             self.dismiss(pid, order)
 
@@ -609,11 +609,6 @@ def _pipes() -> tuple[int, int, int, int]:
     orders, hears = os.pipe()
     says, done = os.pipe()
     return hears, says, orders, done
-
-
-def _free_memory(needs: float) -> float:
-    """The part of main memory that can be had, once so many bytes are taken."""
-    return (free_bytes() - needs) / total_bytes()
 
 
 def _become_worker(
