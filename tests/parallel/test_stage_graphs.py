@@ -69,7 +69,7 @@ def test_what_is_under_way_at_once_has_slots_of_its_own(graphs):
     (row,) = rows_of_lengths(16)
 
     assert round_of(graphs, [row] * 4) == ["launched", "first", "first", "launched"]
-    assert [position.slot for position in graphs._graphs] == [1, 0]
+    assert [key.slot for key in graphs._graphs] == [1, 0]
     assert round_of(graphs, [row] * 4) == ["replayed"] * 4
     assert round_of(graphs, [row] * 4, under_way=3) == ["replayed", "replayed", "first", "replayed"]
 

@@ -57,14 +57,6 @@ class JointGraph:
                 found.add(node)
         return found
 
-    def kept(self) -> Iterator[fx.Node]:
-        """The forward's values that the backward reads, where nothing is computed again."""
-        backward = self.backward()
-        for node in self.graph.nodes:
-            inner = node.op == "call_function" and node not in backward
-            if inner and any(user in backward for user in node.users):
-                yield node
-
     def calls(self, *targets: Any) -> Iterator[fx.Node]:
         """The nodes that call one of these operators."""
         return (node for node in self.graph.nodes if is_call(node, *targets))
