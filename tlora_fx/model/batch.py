@@ -25,6 +25,7 @@ from tlora_fx.model.objectives import (
 from tlora_fx.model.preference import Pairs, Preference, pairs_of
 from tlora_fx.model.row_ladder import RowLadder, RowSize, power_of_two
 
+#: Target that no loss counts, as of torch's cross_entropy.
 IGNORED = -100
 #: Index of what no job brought.
 PADDING = -1

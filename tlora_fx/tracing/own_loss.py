@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from tlora_fx.errors import OwnLossDiffers
 from tlora_fx.model.backbone import Backbone, text_config
+from tlora_fx.model.batch import IGNORED
 from tlora_fx.tracing.layers import plan_layers, pruned_copy
 from tlora_fx.tracing.masks import unpacked_lines
 from tlora_fx.tracing.value_run import NotEvaluated, ValueRun, quietly
@@ -42,8 +43,6 @@ MAX_LOGITS, MAX_BATCH, MAX_ROW = 1 << 25, 1 << 24, 1 << 22
 MAX_DERIVED = 1 << 20
 #: Labels of a job's samples that are tried, the most frequent ones.
 MAX_LABELS = 4096
-#: A label that counts for nothing.
-IGNORED = -100
 #: Ids of which a loss may treat each unlike all others.
 SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "mask_token_id")
 DEFINED = "the mean cross entropy of each next token"

@@ -302,12 +302,10 @@ def _start(stencil: _Stencil, outline: _Outline, render: Render, index: int) -> 
             same = _shared_tags(asking, between)
             if same > len(asking) - len(_header(render)):
                 return at + same
-    return _behind_header(stencil, outline, render, index, own)
+    return _behind_header(outline, render, index, own)
 
 
-def _behind_header(
-    stencil: _Stencil, outline: _Outline, render: Render, index: int, own: list[Span]
-) -> int:
+def _behind_header(outline: _Outline, render: Render, index: int, own: list[Span]) -> int:
     """Where a turn starts that has nothing before it to compare, or something else."""
     if not own:
         raise TurnError(index)

@@ -36,7 +36,7 @@ from tlora_fx.runtime.chats.renderer import ChatRenderer, template_of
 from tlora_fx.runtime.data.labels import label_code
 from tlora_fx.runtime.data.layout import CHATS, TOKEN_MASKS, SampleLayout
 from tlora_fx.runtime.data.number_columns import numbers_beside, require_log_probabilities
-from tlora_fx.runtime.data.tables import TokenRow
+from tlora_fx.runtime.data.tables import NO_TARGET, TokenRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -501,9 +501,6 @@ def _special(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
     return str(getattr(tokenizer, f"{name}_token"))
 
 
-_NO_TARGET = -100
-
-
 def encode_tokens(ours: Mapping[str, Any]) -> Encoded:
     """The tokens of a row without padding, trained where all of its labels and masks say so.
 
@@ -551,12 +548,12 @@ def _numbers(ours: Mapping[str, Any], name: str, count: int | None = None) -> li
 
 def _trained(ids: list[int], labels: list[int]) -> list[bool]:
     for at, (token, label) in enumerate(zip(ids, labels, strict=True)):
-        if label not in (token, _NO_TARGET):
+        if label not in (token, NO_TARGET):
             raise BadRowError(
-                f"labels[{at}] is {label}, neither input_ids[{at}], {token}, nor {_NO_TARGET}: "
+                f"labels[{at}] is {label}, neither input_ids[{at}], {token}, nor {NO_TARGET}: "
                 f"labels are not shifted"
             )
-    return [label != _NO_TARGET for label in labels]
+    return [label != NO_TARGET for label in labels]
 
 
 def _marked(marks: list[int], name: str) -> list[bool]:

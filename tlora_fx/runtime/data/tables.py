@@ -25,6 +25,7 @@ from tlora_fx.config.losses import FIELDS
 from tlora_fx.host.durable import replace_shared_file
 from tlora_fx.runtime.data.layout import SampleLayout
 
+#: Label of a token that is no target: the loss mask leaves it out.
 NO_TARGET = -100
 #: Values of a column of lists, and where each list begins and ends.
 Lists = tuple[np.ndarray, np.ndarray]

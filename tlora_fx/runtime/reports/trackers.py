@@ -191,9 +191,7 @@ class _TrackerThread:
                 self._hand_on(job, event, facts)
             except Exception as error:  # noqa: BLE001  (whatever it is, training goes on)
                 self._open.pop(job, None)
-                self.warnings.append(
-                    f"{self.name} hears no more of job '{job}': {_why(self.name, error)}"
-                )
+                self.warnings.append(f"{self.name} hears no more of job '{job}': {_why(error)}")
 
     def _hand_on(self, job: str, event: str, facts: tuple[Any, ...]) -> None:
         if event == "open":
@@ -207,7 +205,7 @@ class _TrackerThread:
         getattr(tracker, event)(*facts)
 
 
-def _why(name: str, error: Exception) -> str:
+def _why(error: Exception) -> str:
     if isinstance(error, ImportError):
         return f"{error} (pip install 'tlora-fx[trackers]')"
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
