@@ -21,6 +21,7 @@ from tlora_fx.cli.arguments.options import (
 )
 from tlora_fx.cli.terminal import Console, Working, bare_table, print_whole
 from tlora_fx.config.job_file import JobFile, load_job_file
+from tlora_fx.cost.hardware import GIB
 from tlora_fx.cost.load import Round, round_of_jobs
 from tlora_fx.cost.plan import Plan, require_free
 from tlora_fx.cost.profile import Profile
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from tlora_fx.model.supermodel import SuperModel
     from tlora_fx.planners.auto import Candidate, PlanSearch
 
-GIB = 2**30
 #: What the milliseconds of a plan are made of.
 PARTS = ("compute", "bubble", "reduce", "rest")
 LEGEND = """\

@@ -15,6 +15,7 @@ from typing import Any, Literal, TextIO
 import torch
 from torch import Tensor, fx
 
+from tlora_fx.cost.hardware import GIB
 from tlora_fx.errors import NotIsolated, NumericsBroken
 from tlora_fx.ir.graph import HEAD, Form, GroupGraph, JobGraph, Origin, is_call, origin_of
 from tlora_fx.model.backbone import Backbone
@@ -39,8 +40,6 @@ from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
 from tlora_fx.pipeline import Done, Event, Instrument, Pipeline, Runner
 
 logger = logging.getLogger(__name__)
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Literal
 from torch import fx
 
 from tlora_fx.compiler import Prepared, fuse
+from tlora_fx.cost.hardware import GIB
 from tlora_fx.errors import BisectFails, NotFoldable, TloraError
 from tlora_fx.graph_file import Document, from_document, save_graphs, to_document
 from tlora_fx.host.environment import STATE
@@ -46,7 +47,6 @@ JOINT_WORDS = {"removed": "gone", "added": "made", "changed": "other arguments"}
 CANNOT_TELL = 125
 SHELLS_OWN = {126: "it may not be executed", 127: "there is no such command"}
 PROGRAM = "program.py"
-GIB = 2**30
 #: Of drawn weights and rows; and what a state may need to be judged by its numbers.
 SEED, MAX_BYTES = 0, 4 * GIB
 SHOWN = 8
