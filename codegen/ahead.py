@@ -94,7 +94,7 @@ class Ahead:
 
     @property
     def processes(self) -> Any:
-        """What compiles, once it is there; None where nothing does."""
+        """Pool of processes that compile, once it is there; None where there is none."""
         if self._starting is not None:
             self._starting.join()
         return self._pool
@@ -272,7 +272,7 @@ class _Elsewhere:
         self.target = target
 
     def get_current_target(self) -> Any:
-        """What to compile for."""
+        """Target to compile for."""
         return self.target
 
     def get_current_device(self) -> int:

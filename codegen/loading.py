@@ -43,7 +43,7 @@ class KernelText(Protocol):
 
     @property
     def text(self) -> str:
-        """What the file holds."""
+        """Text of the file."""
 
 
 def stored(generated: KernelText) -> Path:
@@ -146,7 +146,7 @@ def loaded_specs() -> list[KernelSpec]:
 
 
 def keep_triton_cache() -> None:
-    """Let all kernels be kept where Triton keeps its own, unless the user says where.
+    """Keep all kernels where Triton keeps its own, unless the user says where.
 
     Inductor sets another folder when it loads its first kernel, so that of kernels of ours some
     would be kept here and some there, and a next process would look for them in the wrong one.

@@ -151,7 +151,7 @@ def common_values(spec: KernelSpec) -> dict[str, object]:
 
 
 def written(spec: KernelSpec) -> dict[str, object]:
-    """What docstrings say of gradients that leave whole."""
+    """Words of docstrings about gradients that leave whole."""
     if spec.accumulate:
         return {"fills": "Add to da and db", "written": "added to"}
     return {"fills": "Fill da and db", "written": "written whole"}

@@ -464,7 +464,7 @@ class _Chain:
         self.path, self.paths = f"{block}.{self.site}".strip("."), _paths(group, block, self.site)
 
     def keep(self, write: fx.Node, reason: str) -> None:
-        """Let a branch run as it is; raises NotFoldable where its code has another's numbers."""
+        """Keep a branch as it is; raises NotFoldable where its code has another's numbers."""
         (job,) = write.meta["jobs"]
         own = next(graph for graph in self.group.jobs if graph.name == job)
         if not self.group.exact and own.sites[self.paths[0]].kind == "lora":

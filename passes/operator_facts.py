@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What some operators do with a dimension of their first argument.
+    """Use that some operators make of a dimension of their first argument.
 
     move        the dimension in each result; None where its elements do not stay apart
     operators   that both kinds of parallelism know
@@ -59,7 +59,7 @@ def key_of(target: Any) -> str:
 
 
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """What an operator is given, or takes, by this name of its schema."""
+    """Argument of a call by its name in the schema, or the default that the operator takes."""
     return arguments_of(node).get(name, default)
 
 

@@ -29,7 +29,7 @@ ACTIVATIONS = (aten.silu.default, aten.gelu.default)
 
 
 def price_budget(cost: CostModel, group: GroupGraph, plan: Plan, work: Round) -> None:
-    """Let costs know the price of a plan's budget, where it has one; raises GraphInvalid."""
+    """Tell costs the price of a plan's budget, where it has one; raises GraphInvalid."""
     if plan.recompute_budget:
         prices = BudgetPrices(group, work, compiled=cost.profile.compiled)
         cost.prices[plan.budget_key] = prices.price(*plan.budget_key)

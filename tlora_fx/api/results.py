@@ -1,4 +1,4 @@
-"""What a run of `tlora_fx.train` came to: a row for each job, and its adapter on demand."""
+"""Results of `tlora_fx.train`: a row for each job, and its adapter on demand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _AS_IN_ROW = ("status", "reason", "steps", "best", "best_step", "tokens", "secon
 
 @dataclass(frozen=True)
 class JobResult:
-    """What one job came to.
+    """Result of one job.
 
     job          as it was handed over
     status       done, failed, or running where the run was stopped

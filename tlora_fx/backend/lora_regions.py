@@ -80,7 +80,7 @@ class Lowered:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What passes of one's own made of a site's operator; nodes are of the group's graph.
+    """Nodes of the group's graph that passes of one's own put in place of a site's operator.
 
     result   node with the site's result
     inputs   what it is made of: inputs of sites by the operator's names, such as "x", "a", "scales"

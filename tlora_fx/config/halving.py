@@ -52,6 +52,6 @@ def reason_of(loss: float, step: int, kept: int, jobs: int) -> str:
 
 
 def result_of(group: str, step: int, kept: list[str], jobs: int) -> str:
-    """What to tell of a rung at which jobs end."""
+    """Text about a rung at which jobs end."""
     go_on = f"{len(kept)} of {jobs} jobs go on"
     return f"'{group}' at step {step}: {go_on}, the best is '{kept[0]}'"

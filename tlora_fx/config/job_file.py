@@ -97,7 +97,7 @@ def load_job_file(path: str | Path, *, trust_remote_code: bool = False) -> JobFi
 
 
 def mistakes_of_text(text: str, path: Path) -> list[tuple[KeyPath, Mistake]]:
-    """What is wrong with a job file that nobody has written yet, by the keys that lead to it.
+    """Mistakes in a job file that nobody has written yet, by the keys that lead to them.
 
     path    where it will stand: its relative paths start at that folder
     raises  JobFileSyntaxError

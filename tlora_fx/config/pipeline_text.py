@@ -1,4 +1,4 @@
-"""What can be said of pipelines and graph files without torch; no pass is imported for it.
+"""Facts about pipelines and graph files that need no torch; no pass is imported for them.
 
 The text form of a pipeline is split into passes and options:
 `drop-export-noise,fuse-backbone{max-jobs=8},lower-adapters`

@@ -48,7 +48,7 @@ def load_plugin(entry: EntryPoint) -> Plugin:
 
 
 def plugins_of(group: str, load: Callable[[EntryPoint], Plugin] = load_plugin) -> list[Plugin]:
-    """What a group of entry points offers, broken plug-ins too, by name."""
+    """Plug-ins of a group of entry points by name, broken ones too."""
     return [load(entry) for entry in sorted(entry_points(group=group), key=lambda each: each.name)]
 
 

@@ -91,7 +91,7 @@ Tier = Literal["gpu", "node", "rack", "cluster"]
 
 
 def unit_of(kind: str) -> str:
-    """What a cluster of a kind is made of: "CPU" for "cpu", else "GPU"."""
+    """Device that a cluster of a kind is made of: "CPU" for "cpu", else "GPU"."""
     return "CPU" if kind == "cpu" else "GPU"
 
 
@@ -114,7 +114,7 @@ class Cluster:
 
     @property
     def unit(self) -> str:
-        """What a group holds, in words: "GPU", or "CPU" where its kind is "cpu"."""
+        """Device that a group holds, in words: "GPU", or "CPU" where its kind is "cpu"."""
         return unit_of(self.gpu)
 
     def counted(self, count: int) -> str:

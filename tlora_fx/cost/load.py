@@ -361,7 +361,7 @@ def demand_of(
 
 
 def work_of_lengths(samples: int, lengths: float | Sequence[int]) -> dict[str, float]:
-    """What of one job's `Demand` follows from its samples, whatever its adapters are."""
+    """The part of a job's `Demand` that follows from its samples, whatever its adapters are."""
     each = np.atleast_1d(np.asarray(lengths, dtype=np.float64))
     return {
         "jobs": 1.0,

@@ -115,7 +115,7 @@ def require_replaceable(path: Path, load: Callable[[Path], object], what: str) -
 
 
 class BudgetPrice(NamedTuple):
-    """What a recompute budget keeps and costs.
+    """Memory that a recompute budget keeps, and time that it costs.
 
     kept_bytes   of a token, in a layer, mean over the layers; not their inputs
     again        share of the forward of layers that is computed again

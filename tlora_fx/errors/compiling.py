@@ -214,7 +214,7 @@ class NotIsolated(GraphInvalid, code="T0249"):
 
 
 class OperatorNotRegistrable(CompileError, code="T0253"):
-    """What a package says of its operator does not fit the operator's schema.
+    """A package's registration of an operator does not fit the operator's schema.
 
     Name arguments as `torch.library` was told, and the row's tables as `tlora_fx.ops.JobOperator`
     lists them.

@@ -28,7 +28,7 @@ ABSENT: Any = object()
 
 
 def text_digest(text: str) -> str:
-    """What the line `fingerprint` says of the text behind it."""
+    """Digest of a text, as the line `fingerprint` before it has it."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -62,7 +62,7 @@ def strange(item: ast.AST) -> GraphFileNotReadable:
 
 
 def called(call: ast.Call) -> str:
-    """What a call calls: "aten.linear.default"."""
+    """Name of the operator that a node calls: "aten.linear.default"."""
     parts: list[str] = []
     item: ast.expr = call.func
     while isinstance(item, ast.Attribute):

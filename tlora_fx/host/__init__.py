@@ -1,1 +1,1 @@
-"""What the machine and the installation are: variables, folders, files, imports, versions."""
+"""Facts about the machine and the installation: variables, folders, files, imports, versions."""

@@ -101,7 +101,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def whole_lines(path: Path, begin: int, most: int = -1) -> bytes:
-    """What a file has from a byte on, up to its last whole line: one that is being written waits.
+    """Text of a file from a byte on, up to its last whole line: one that is being written waits.
 
     most     bytes that are read; -1: all
     raises   OSError

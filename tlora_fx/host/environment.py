@@ -94,7 +94,7 @@ def wants_peer_copies() -> bool:
 
 
 def log_words() -> str:
-    """What TLORA_FX_LOG asks for, as `inspect.instruments` reads it."""
+    """Words of TLORA_FX_LOG, as `inspect.instruments` reads them."""
     return os.environ.get(LOG, "")
 
 

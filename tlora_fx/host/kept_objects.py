@@ -58,7 +58,7 @@ class KeptObjects:
         return environment.max_bytes(self.variable) if self.variable else math.inf
 
     def read(self, key: str) -> dict[str, Any] | None:
-        """What is kept under a key; None where nothing is, or something else."""
+        """The object that is kept under a key; None where there is none, or another one."""
         path = self._file(key)
         try:
             stored = json.loads(path.read_text("utf-8"))

@@ -68,6 +68,6 @@ class _Moved(MetaPathFinder, Loader):
 
 
 def find_moved_modules() -> None:
-    """Let the modules that are gone be imported, once a process."""
+    """Make modules importable that have moved, once a process."""
     if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
         sys.meta_path.append(_Moved())

@@ -1,4 +1,4 @@
-"""What a start does, since when, and for how many seconds: imports, data, weights, kernels, ...
+"""Phases of a start, their beginnings and seconds: imports, data, weights, kernels, ...
 
 A start begins with the process, or with a trainer, and ends with the first step. Code on its way
 says what it does by `with phase("weights"):`, in any thread; where no start is on, that does
@@ -94,7 +94,7 @@ class StartRecord:
         return f"{self.seconds:.1f} s: {', '.join(shown)}" if shown else f"{self.seconds:.1f} s"
 
     def as_json(self) -> dict[str, Any]:
-        """What start.json holds; times in seconds, rounded to milliseconds."""
+        """Content of start.json; times in seconds, rounded to milliseconds."""
         return {
             "began": self.began.isoformat(timespec="milliseconds"),
             "seconds": round(self.seconds, 3),

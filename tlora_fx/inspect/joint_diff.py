@@ -32,7 +32,7 @@ _Pair = tuple[JointNode, JointNode]
 
 @dataclass(frozen=True, slots=True)
 class JointSums:
-    """What a layer does in one row.
+    """Work and memory of a layer in one row.
 
     operators     calls, those of the backward too
     kept_bytes    kept from the forward to the backward

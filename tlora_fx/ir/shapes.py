@@ -326,7 +326,7 @@ class _Sizes:
         return ("segment", size // self.segment)
 
     def kept(self, size: Any) -> Any:
-        """What `number` makes the size of again; raises _NoKey."""
+        """Key of which `number` makes the size again; raises _NoKey."""
         if type(size) is not torch.SymInt or not size.node.expr.free_symbols:
             return self.plain(size)
         if not size.node.expr.free_symbols <= self.symbols:

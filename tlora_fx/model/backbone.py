@@ -107,7 +107,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def named_logits(out: Any) -> Any:
-    """What a forward returns under the name logits, attribute or key of a dict; else all of it."""
+    """Logits of a forward's result, by attribute or key; else the whole result."""
     return out.get("logits", out) if type(out) is dict else getattr(out, "logits", out)
 
 
@@ -273,7 +273,7 @@ def build_skeleton(spec: BaseSpec, *, dropout: bool = True) -> nn.Module:
 
 
 def classify_each_token(model: Any, spec: BaseSpec) -> None:
-    """Let a classifier return the logits of every token, not only of the one that its class reads.
+    """Make a classifier return the logits of every token, not only of the one that its class reads.
 
     model   with a config of its own, which is changed
     """

@@ -105,7 +105,7 @@ class ModuleLayout:
     def held_by_layer(
         self, layers: Sequence[str], part: LocalShard
     ) -> dict[str, list[tuple[str | Reformed, TensorLocation]]]:
-        """What a process takes of the base, layer by layer, what is in none at the end."""
+        """Tensors of the base that a process takes, by layer; those of no layer at the end."""
         by_layer: dict[str, list[tuple[str | Reformed, TensorLocation]]] = {
             name: [] for name in (*layers, "")
         }

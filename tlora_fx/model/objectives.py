@@ -36,7 +36,7 @@ _KINDS = {name: kind for kind, name in enumerate(BY_TOKEN)}
 
 @dataclass(eq=False)
 class Scores:
-    """What one call of `accumulate` finds of a job beside its gradients.
+    """Values of a job that one call of `accumulate` finds beside its gradients.
 
     logprobs   by the first token of a micro-batch in the job's step: of its target tokens, [n]
     metrics    likewise: the numbers that an own loss reports, or tensors of one

@@ -322,7 +322,7 @@ class SuperModel(nn.Module):
         return (getattr(row, name) for name in self._inputs)
 
     def keep_reference(self, job: str) -> None:
-        """Let a job's pairs be compared with its adapter as it is now, and not with the base.
+        """Compare a job's pairs with its adapter as it is now, and not with the base.
 
         Its tensors are kept beside the model until the job leaves, or calls this again.
         """
@@ -639,7 +639,7 @@ class SuperModel(nn.Module):
         return self._parameters_of[job]
 
     def job_scalings(self, job: str) -> dict[str, float]:
-        """What each of a job's LoRA branches is multiplied with, by PEFT's name of its A."""
+        """Scaling of each of a job's LoRA branches, by PEFT's name of its A."""
         sites = self.group.jobs[self.group.job_names.index(job)].sites
         return {_names(path, sites)[0]: site.scaling for path, site in sites.items()}
 
@@ -709,7 +709,7 @@ class SuperModel(nn.Module):
         return names - set(self._layout.base)
 
     def stored_parts(self, name: str) -> list[Tensor]:
-        """What is stored in place of a tensor of the base, by canonical name; [] where it stays."""
+        """Tensors stored in place of one of the base, by canonical name; [] where it stays."""
         entries = self._layout.reformed
         return [entry.location.tensor for entry in entries if entry.names == (name,)]
 

@@ -297,7 +297,7 @@ _DROPOUTS = {
 
 
 def load_gpu_code(backbone: Backbone) -> Thread | None:
-    """Let torch load, in the background, the GPU code that a base starts first.
+    """Have torch load, in the background, the GPU code that a base starts first.
 
     That of attention takes more than a second each for forward and backward, and Python is not held
     up meanwhile.

@@ -207,7 +207,7 @@ class _Check:
             ) from error
 
     def verdict(self, before: StepOutcome, after: StepOutcome) -> str:
-        """What the pass did to the numbers; raises NumericsBroken."""
+        """Effect of the pass on the numbers; raises NumericsBroken."""
         if identical(before, after):
             return "exact"
         largest = worst(before, after)

@@ -1,4 +1,4 @@
-"""What an attention computes, in numbers, and who computes it."""
+"""Formula of an attention, in numbers, and the implementation that computes it."""
 
 from __future__ import annotations
 
@@ -98,5 +98,5 @@ def attending_by(attend: Attend) -> Iterator[None]:
 
 
 def replacement() -> Attend | None:
-    """What `attending_by` has set; None outside."""
+    """The implementation that `attending_by` has set; None outside."""
     return _REPLACEMENT.get()

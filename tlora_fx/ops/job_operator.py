@@ -58,7 +58,7 @@ class JobOperator:
 
     @classmethod
     def reference(cls, *args: Any, **kwargs: Any) -> Any:
-        """What the operator gives for one job that has a row to itself, in plain PyTorch."""
+        """Result of the operator for one job that has a row to itself, in plain PyTorch."""
         raise NotImplementedError(f"{cls.__name__} has no `reference`, which operator_tests calls")
 
     @classmethod
@@ -102,7 +102,7 @@ def register_operator(cls: Registered) -> Registered:
 
 
 def find_operator(target: Any) -> type[JobOperator] | None:
-    """What was registered for an operator."""
+    """Registration of an operator."""
     return _known.get(target)
 
 

@@ -318,7 +318,7 @@ _PART_TABLES = 12
 
 
 class ForwardCall(NamedTuple):
-    """What the operators of a forward take behind their weights and biases.
+    """Arguments of the operators of a forward, behind their weights and biases.
 
     joined   all y are one tensor
     """
@@ -338,7 +338,7 @@ class ForwardCall(NamedTuple):
 
 
 class InputGradientCall(NamedTuple):
-    """What the operators of dx and dS take behind their weights.
+    """Arguments of the operators of dx and dS, behind their weights.
 
     s, bits   of each site, as the forward gave them
     """
@@ -356,7 +356,7 @@ class InputGradientCall(NamedTuple):
 
 
 class AdapterGradientsCall(NamedTuple):
-    """What the operator of dA and dB takes behind its weights.
+    """Arguments of the operator of dA and dB, behind its weights.
 
     s, bits        of each site, as the forward gave them
     ds, db_parts   of each site, as the operator of dx gave them

@@ -50,7 +50,7 @@ def _schemas() -> tuple[str, ...]:
 
 
 def keep_kernels() -> None:
-    """Let Inductor keep kernels where ours are kept; nothing to do without CUDA."""
+    """Make Inductor keep kernels where ours are kept; nothing to do without CUDA."""
     if torch.cuda.is_available():
         from tlora_fx.codegen.loading import keep_triton_cache
 

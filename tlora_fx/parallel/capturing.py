@@ -1,4 +1,4 @@
-"""What captures of CUDA graphs share: rows of their own, sums of gradients, and failed captures."""
+"""Parts of all captures of CUDA graphs: rows of their own, sums of gradients, failed captures."""
 
 from __future__ import annotations
 

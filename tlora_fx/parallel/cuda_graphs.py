@@ -125,7 +125,7 @@ class CapturedRow:
         raise NotImplementedError
 
     def release(self) -> None:
-        """Let go of what the graph read on the device; it is not replayed any more."""
+        """Release tensors that the graph read on the device; it is not replayed any more."""
         own = self.row.target_segments
         release(self.row.segments, self.row.keys, own, *segments_of_chunks(own))
 
@@ -197,7 +197,7 @@ class GraphCache(Generic[Captured]):
         return [key.rows for key in self._graphs]
 
     def clear(self) -> None:
-        """Let go of all graphs and of their memory, and forget which rows came."""
+        """Release all graphs and their memory, and forget which rows came."""
         while self._graphs:
             self._graphs.popitem(last=False)[1].release()
         self._seen.clear()

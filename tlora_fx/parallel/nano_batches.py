@@ -346,7 +346,7 @@ class OverlapPass(CustomGraphPass):
         schedule_graph(graph)
 
     def uuid(self) -> Any:
-        """What code that was compiled with this pass is known by; None: it may not be kept."""
+        """Key of code that was compiled with this pass; None: it may not be kept."""
         theirs = "" if self.first is None else self.first.uuid()
         if theirs is None:
             return None

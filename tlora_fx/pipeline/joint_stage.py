@@ -47,7 +47,7 @@ aten = torch.ops.aten
 
 
 class Rewrite(Protocol):
-    """What the stage asks of a pass: see `JointPass`."""
+    """Interface of a pass of the stage: see `JointPass`."""
 
     name: ClassVar[str]
 
@@ -148,7 +148,7 @@ def joint(*passes: tuple[str, str], budget: float = 1.0) -> Callable[[Forward], 
 
 
 def run_staged(block: Block, forward: Callable[..., Any], *values: Tensor) -> Any:
-    """What a layer's forward gives for tensors, with the backward of the block's stage."""
+    """Result of a layer's forward for tensors, with the backward of the block's stage."""
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch.aot_autograd import aot_function
 

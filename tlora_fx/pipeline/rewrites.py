@@ -1,4 +1,4 @@
-"""What a running pass counts: its rewrites, which a bisection may hold back, and its statistics."""
+"""Counters of a running pass: its rewrites, which a bisection may hold back, and statistics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class RuleStatistics:
-    """What became of one rule or pattern in one pass.
+    """Matches and rewrites of one rule or pattern in one pass.
 
     tries     nodes at which it was matched; one that calls another operator is no try
     misses    how often each condition was the one that failed

@@ -95,7 +95,7 @@ def match(
 
 
 def title(pattern: Pattern) -> str:
-    """What statistics call a pattern."""
+    """Name of a pattern in statistics."""
     return pattern.name or pattern.shown()
 
 

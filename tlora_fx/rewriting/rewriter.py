@@ -324,7 +324,7 @@ MAX_ROUNDS = 20
 
 @dataclass(frozen=True, slots=True)
 class RewriteRule:
-    """What is put in place of a pattern.
+    """A pattern, and its replacement.
 
     pattern    where it fits
     build      what makes the new value of a match, as `Rewriter.replace` takes it

@@ -1,4 +1,4 @@
-"""What `--plan auto` rests on in a run, where it is kept, and the plan that is proposed instead.
+"""Basis of `--plan auto` in a run, where it is kept, and the plan that is proposed instead.
 
 A measured profile of the base on this device goes first, then what the run has kept, then a
 calibration. The run's folder keeps the plan and what was calibrated, so that a resumed run measures
@@ -47,7 +47,7 @@ ROUNDS, WARM_UP_ROUNDS = 20, 5
 
 @dataclass(frozen=True, slots=True)
 class PlanBasis:
-    """What a plan of a run is chosen by.
+    """Measurements by which the plan of a run is chosen.
 
     profile    None where the run goes on by the plan that it has, and measured nothing
     work       a typical round
@@ -75,7 +75,7 @@ def plan_basis(
     compiled: bool = False,
     measuring: Callable[[], None] = lambda: None,
 ) -> PlanBasis:
-    """What `auto` chooses by, the same on every process; all call this together.
+    """Measurements by which `auto` chooses, the same on every process; all call this together.
 
     folder       of a run that is resumed; None: a new one
     mesh         that the plan must have

@@ -18,7 +18,7 @@ from tlora_fx.runtime.checkpoints.store import CheckpointStore
 
 @dataclass(frozen=True, slots=True)
 class JobClocks:
-    """What time it is for each job.
+    """The time of each job, in its own clock.
 
     now     for a job that starts, the same on all processes of a run
     kept    by job, the time of its first start

@@ -90,7 +90,7 @@ class StepUpdate:
 
 @dataclass(slots=True)
 class Gathered:
-    """What a job has gathered since its last optimizer step.
+    """Gradients and counts that a job has gathered since its last optimizer step.
 
     gradients   by the parameter's name, copies, where they were asked for
     """
@@ -102,7 +102,7 @@ class Gathered:
 
 
 class Keeper(Protocol):
-    """What keeps memory of the device between calls."""
+    """Interface of objects that keep memory of the device between calls."""
 
     def release(self) -> None:
         """Free it; the next call takes what it needs anew."""
@@ -662,7 +662,7 @@ class GroupStep:
             torch.cuda.empty_cache()
 
     def gathered(self, name: str) -> Gathered:
-        """What a job has gathered, to go back to by `put_back`; raises StepMisuse."""
+        """State that a job has gathered, to go back to by `put_back`; raises StepMisuse."""
         member = self.member(name)
         if member.index not in self._gathered:
             return Gathered()
@@ -671,7 +671,7 @@ class GroupStep:
 
     @torch.no_grad()
     def put_back(self, name: str, gathered: Gathered) -> None:
-        """Let a job have gathered what `gathered` said, here or before it left, and no more."""
+        """Set what a job has gathered to a state of `gathered`, taken here or before it left."""
         member = self.member(name)
         member.optimizer.zero_grad()
         self._gathered.pop(member.index, None)

@@ -50,7 +50,7 @@ class Batch:
         return replace(self, loss=loss_of(job), loss_options=job.loss_options)
 
     def divisor(self, terms: int) -> float:
-        """What the sum of the losses is divided by, of a batch of so many terms."""
+        """Divisor of the sum of the losses, of a batch of so many terms."""
         if self.normalizer is not None:
             return self.normalizer
         return 1.0 if self.reduction == "sum" else float(terms)

@@ -137,7 +137,7 @@ def _run_round(group: GroupStep, data: Mapping[str, JobData]) -> None:
 
 
 def not_kept(model: SuperModel, *, warmed: bool, compiled: bool) -> Iterator[str]:
-    """What the next start has to do again, and why; a line each.
+    """Work that the next start has to do again, and why; a line each.
 
     warmed     `warm_up` was called
     compiled   layers are to be compiled

@@ -175,7 +175,7 @@ class History:
 
     @classmethod
     def of_job(cls, folder: Path, job: str) -> History | None:
-        """What a run's ledger tells of one job, and of the jobs that were decided upon with it.
+        """A run's record of one job, and of the jobs that were decided upon with it.
 
         None where the run has no ledger. Raises LedgerError.
         """

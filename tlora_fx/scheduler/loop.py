@@ -199,7 +199,7 @@ class Window:
         return self.fill()
 
     def fill(self) -> bool:
-        """Let jobs in while there is room; whether any came."""
+        """Admit jobs while there are free slots; returns whether any came."""
         came = False
         while self._queue and len(self.jobs) < self.runnable:
             submitted, name, job = heappop(self._queue)

@@ -136,7 +136,7 @@ def _epoch_steps(job: Job, samples: int) -> int:
 def measuring_of(
     job: Job, samples: int | None, evaluated: Sequence[int] | np.ndarray = ()
 ) -> Demand:
-    """What a step's share of a job's evaluations, and of answers to its prompts, asks for.
+    """Demand of a step's share of a job's evaluations, and of answers to its prompts.
 
     What a function of `compute_metrics` takes is not known.
 

@@ -276,7 +276,7 @@ def pressed_first(job: ActiveJob, now: float) -> tuple[bool, float, float, str]:
 
 
 def decision_of(policy: Policy, state: SchedulerState, *, explain: bool = False) -> Decision:
-    """What a policy decides; raises DecisionWrong where that cannot be run, or the policy fails.
+    """Decision of a policy; raises DecisionWrong where it cannot be run, or the policy fails.
 
     explain   with its reasons
     """

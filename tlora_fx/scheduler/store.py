@@ -476,7 +476,7 @@ class Ledger:
         return int(count)
 
     def spec(self, job: str, *, besides: Collection[str] = ()) -> Mapping[str, Any] | None:
-        """What a job's runner must know; None where there is no such job. Raises LedgerError.
+        """Specification of a job for its runner; None where there is none. Raises LedgerError.
 
         besides   statuses of jobs that count as not there
         """

@@ -130,7 +130,7 @@ class Answering:
             )
 
     def close(self) -> None:
-        """Let the process end."""
+        """End the process."""
         for each in self._sockets:
             each.close()
         process = self._process

@@ -378,7 +378,7 @@ class ServiceStore(ServiceLedger):
         return dict(self.rows(query, json.dumps(list(names))))
 
     def summaries(self, names: Iterable[str]) -> dict[str, str]:
-        """What was kept of the metrics of ended jobs, by job."""
+        """Summaries of the metrics of ended jobs, by job."""
         query = "SELECT name, metrics FROM summaries WHERE name IN (SELECT value FROM json_each(?))"
         return dict(self.rows(query, json.dumps(list(names))))
 

@@ -155,7 +155,7 @@ class Metrics:
     _tokens: tuple[float, float] | None = None
 
     def dumped(self) -> str:
-        """What is shown of it, for `loaded`."""
+        """Its fields as they are shown, for `loaded`."""
         return json.dumps(
             [self.step, self.loss, self.eval_loss, self.tokens_per_second, self.curve.points]
         )

@@ -1,4 +1,4 @@
-"""What an operator over all jobs must hold, run on rows that are made from its registration."""
+"""Checks of an operator over all jobs, run on rows that are made from its registration."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class OperatorChecks:
             outcome.require_equal(wanted[index], f"job {index}, segments in units of {UNIT} tokens")
 
     def check_isolation(self) -> None:
-        """What is not finite in one job leaves all bits of the others as they are."""
+        """Check that a job's values that are not finite change no bit of the others."""
         clean = self._run(JOBS)
         for broken in range(len(JOBS)):
             for index, outcome in enumerate(self._run(JOBS, broken)):

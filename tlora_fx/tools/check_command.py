@@ -13,7 +13,7 @@ HOLE = "{}"
 
 
 class Outcome(NamedTuple):
-    """What a command came to.
+    """Result of a command.
 
     command   as the shell was given it
     code      below 0: a signal ended it

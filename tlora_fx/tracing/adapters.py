@@ -310,7 +310,7 @@ def written_config(job: Job, backbone: Backbone) -> Any:
 
 
 def moved_targets(job: Job, backbone: Backbone, sites: dict[str, AdapterSite]) -> list[str]:
-    """What to tell of a job whose targets PEFT takes as parameters of a mixture: one sentence."""
+    """Note on a job whose targets PEFT takes as parameters of a mixture: one sentence."""
     parameters = [path for path, site in sites.items() if site.kind in ON_PARAMETERS]
     if not parameters or job.lora_fields.get("target_parameters"):
         return []
@@ -544,7 +544,7 @@ def layer_signature(sites: dict[str, AdapterSite], layer: str, bias: str, exact:
 def graph_structure(
     job: Job, backbone: Backbone, sites: dict[str, AdapterSite], exact: bool
 ) -> Hashable:
-    """What two jobs must have in common to share one traced graph.
+    """Facts that two jobs must have in common to share one traced graph.
 
     exact     True: the numbers of the job's branches are in its graph
     """

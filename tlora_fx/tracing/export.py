@@ -132,7 +132,7 @@ def trace_job(
 def wrap_pruned(
     job: Job, backbone: Backbone, sites: dict[str, AdapterSite], fold: bool = True
 ) -> None:
-    """Let PEFT wrap the layers that would be traced of a job, and compare them with its sites.
+    """Have PEFT wrap the layers that would be traced of a job, and compare them with its sites.
 
     raises    AdapterMismatch
     """

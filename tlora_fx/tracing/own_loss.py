@@ -93,7 +93,7 @@ class LossRow:
 
 @dataclass
 class Comparison:
-    """What was found on all rows.
+    """Result of a comparison on all rows.
 
     equal      the rows on which the losses are equal
     reasons    why a row could not be compared, by its name
@@ -103,7 +103,7 @@ class Comparison:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def note(self) -> str | None:
-        """What to report, None where all rows were compared."""
+        """Note for the report, None where all rows were compared."""
         if not self.reasons:
             return None
         rows, reason = next(iter(self.reasons.items()))

@@ -515,7 +515,7 @@ class _Contents(NamedTuple):
 
     @classmethod
     def of(cls, module: types.ModuleType) -> _Contents:
-        """What it holds now."""
+        """The present content."""
         values = list(vars(module).values())
         own = [e for e in values if isinstance(e, type) and e.__module__ == module.__name__]
         held = [(h, tuple(vars(h)), tuple(vars(h).values())) for h in (module, *own)]

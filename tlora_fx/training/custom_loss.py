@@ -48,7 +48,7 @@ MAX_ELEMENTS = 1 << 28
 
 
 class Input(Request):
-    """What a loss reads of a datum: its log-probabilities, or one of its inputs."""
+    """Input of a loss from a datum: its log-probabilities, or one of its inputs."""
 
     name: str = Field(pattern=r"^[a-z_][a-z0-9_]{0,63}$")
     rank: Literal[0, 1]
@@ -154,7 +154,7 @@ class CustomLoss:
         raise CommandRefused(f"a custom loss has an argument of an unknown kind: {kind}")
 
     def read(self, at: int, given: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """What it reads of a datum, in the order in which it takes it; raises CommandRefused."""
+        """Its inputs from a datum, in the order in which it takes them; raises CommandRefused."""
         for each in self.inputs:
             value = given.get(each.name)
             if value is None or (each.rank == 0 and value.size != 1):

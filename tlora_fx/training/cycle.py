@@ -101,7 +101,7 @@ class Forward:
 
     @property
     def packing(self) -> tuple[object, ...] | None:
-        """What requests have alike whose samples may share a micro-batch; None: it shares none."""
+        """Key of requests whose samples may share a micro-batch; None: it shares none."""
         batch = self.pieces[0]
         whole = len(self.pieces) == 1 and not (self.logprobs or self.forward_only)
         return (batch.loss, batch.loss_options) if whole and batch.loss in BY_TOKEN else None
@@ -283,7 +283,7 @@ class Cycle:
             raise
 
     def forget(self) -> None:
-        """Let all go that lies in memory, after a failure in the middle: the log has the truth."""
+        """Drop all that lies in memory, after a failure in the middle: the log has the truth."""
         self._running.clear()
         self.tenants.forget()
 

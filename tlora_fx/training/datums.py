@@ -1,4 +1,4 @@
-"""What a client sends to learn from, as batches of `GroupStep`.
+"""Data that a client sends to learn from, as batches of `GroupStep`.
 
 A client's targets are shifted already: target i is predicted from tokens 0 to i. A `Sample` has
 labels that are not shifted, so a sequence of n tokens with n targets becomes one of n + 1 tokens,

@@ -148,7 +148,7 @@ class LoggedLayers:
         return self._layers.state
 
     def look(self) -> None:
-        """Let compiled layers take over if they are there; between two cycles."""
+        """Hand over to compiled layers if they are there; between two cycles."""
         if self.state == "compiling":
             self._record.began = self.log.now()
             self._layers.look(self.log.last_cycle())

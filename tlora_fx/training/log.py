@@ -176,7 +176,7 @@ class CommandLog:
             base.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", rows)
 
     def facts(self) -> dict[str, Any]:
-        """What the trainer has said of its base; nothing before its first start."""
+        """Facts about the base, as the trainer wrote them; none before its first start."""
         rows = self._rows("SELECT name, value FROM facts")
         return {row["name"]: json.loads(row["value"]) for row in rows}
 
@@ -216,7 +216,7 @@ class CommandLog:
         return [row["id"] for row in rows]
 
     def session(self, user: str, session: str) -> dict[str, Any]:
-        """What a user said of a session, and what it made; raises JobUnknown."""
+        """A session's description by its user, and what it made; raises JobUnknown."""
         rows = self._rows("SELECT said FROM sessions WHERE id = ? AND user = ?", session, user)
         if not rows:
             raise _unknown("session", session)
@@ -339,7 +339,7 @@ class CommandLog:
         return bool(self._rows(sql, queue, seq))
 
     def answer(self, user: str, number: int) -> Answer | None:
-        """What a command came to, None while it waits or runs.
+        """Answer of a command, None while it waits or runs.
 
         raises   RequestGone for a number that is not there, or another's
         """
@@ -618,7 +618,7 @@ class CommandLog:
         raise _unknown("checkpoint", path)
 
     def change(self, checkpoint: Checkpoint, *, expires: float | None, public: bool) -> None:
-        """Let a checkpoint stay for another time, or show it to others or to nobody."""
+        """Change how long a checkpoint stays, or who may see it."""
         with self._change() as base:
             sql = "UPDATE checkpoints SET expires = ?, public = ? WHERE path = ?"
             base.execute(sql, (expires, public, checkpoint.path))

@@ -1,4 +1,4 @@
-"""What a trainer of clients' models is made of; without torch, for who starts one."""
+"""Options of a trainer of clients' models; without torch, for who starts one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class EngineOptions:
 
     @property
     def tokenizer(self) -> str:
-        """What clients load the tokenizer from."""
+        """Source from which clients load the tokenizer."""
         return self.base or str(self._small_folder)
 
     @property

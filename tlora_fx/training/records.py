@@ -1,4 +1,4 @@
-"""What the command log holds, as the trainer and who answers HTTP pass it on."""
+"""Records of the command log, as the trainer and who answers HTTP pass them on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a command came to: a body of some media type.
+    """Answer of a command: a body of some media type.
 
     failed   whether it is an error
     """
@@ -83,7 +83,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What running a command came to, written as one.
+    """Result of running a command, written as one.
 
     tokens       that the trainer computed for it
     checkpoint   that it made
@@ -103,7 +103,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Ran:
-    """What a cycle computed together.
+    """Results that a cycle computed together.
 
     kind      of its commands
     began     seconds since the epoch

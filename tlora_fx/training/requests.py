@@ -1,4 +1,4 @@
-"""What clients write in JSON: each kind of command, its fields and their bounds.
+"""Commands that clients write in JSON: each kind, its fields and their bounds.
 
 Fields are those of the Tinker API. What is not known is refused, for it would change numbers
 silently; a field that the service knows and does not do is refused by name.

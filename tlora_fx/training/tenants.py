@@ -106,7 +106,7 @@ class Tenants:
         self, model: str, config: Mapping[str, Any], version: Version | None,
         *, seq: int, busy: Collection[str],
     ) -> None:  # fmt: skip
-        """Let a model in anew; what it was before, and has gathered, is dropped.
+        """Admit a model anew; what it was before, and has gathered, is dropped.
 
         version   what it starts from; its moments too, where it has a state
         seq       of the command that asks for it
@@ -120,7 +120,7 @@ class Tenants:
         )
 
     def enter(self, model: Model, *, busy: Collection[str]) -> None:
-        """Let a model in that waits in main memory, or else as its snapshot has it.
+        """Admit a model that waits in main memory, or else as its snapshot has it.
 
         busy     residents that are needed now
         raises   NoRoom, CheckpointError
@@ -282,12 +282,12 @@ class Tenants:
             del self.parked[key]
 
     def leave(self, key: str) -> None:
-        """Let a resident go as it is; what is none stays none."""
+        """Remove a resident as it is; one that is none stays none."""
         if key in self.resident:
             self.engine.step.release(self.resident.pop(key).name)
 
     def forget(self) -> None:
-        """Let all go that lies in memory: the log and the disk have the truth."""
+        """Drop all that lies in memory: the log and the disk have the truth."""
         self.settle()
         self.parked.clear()
         for key in list(self.resident):

@@ -1,4 +1,4 @@
-"""What clients' requests waited for, how much others slowed them down, and a trace of both."""
+"""Waiting times of clients' requests, their slowdown by others, and a trace of both."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def write_unsynced(folder: Path, version: Version) -> None:
 
 
 def read_version(folder: Path) -> Version:
-    """What `write_version` wrote; raises CheckpointError, NewerFormat."""
+    """Content that `write_version` wrote; raises CheckpointError, NewerFormat."""
     with _reading(folder):
         content = json.loads((folder / STATE).read_bytes())
         require_known_stamp("the version", folder, content, known=FORMAT)
@@ -153,7 +153,7 @@ def snapshot_bytes(version: Version) -> memoryview:
 
 
 def read_snapshot(file: Path) -> Version:
-    """What a file of `snapshot_bytes` has; raises CheckpointError, NewerFormat."""
+    """Content of a file of `snapshot_bytes`; raises CheckpointError, NewerFormat."""
     with _reading(file):
         tensors = read_tensors(file)
         content = json.loads(tensors.pop(STATE).numpy().tobytes())

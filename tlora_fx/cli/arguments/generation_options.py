@@ -1,4 +1,4 @@
-"""What `generate` and `chat` share: their options, and the trained jobs that they load."""
+"""Options of `generate` and `chat`, and the trained jobs that both load."""
 
 from __future__ import annotations
 

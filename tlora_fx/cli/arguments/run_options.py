@@ -1,4 +1,4 @@
-"""What `run` and `serve` share: options, the executor of their groups, and signals to stop."""
+"""Options of `run` and `serve`, the executor of their groups, and signals to stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `train` and `prepare` share: options, and all of a start until weights are loaded."""
+"""Options of `train` and `prepare`, and all of a start until weights are loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other tools call the commands of `tlora-fx`, and give as options of them."""
+"""Names that other tools have for the commands of `tlora-fx`, and for their options."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Imported:
 
     @property
     def changes(self) -> tuple[LeftOut, ...]:
-        """What makes the job train otherwise than the other tool would."""
+        """Differences that make the job train otherwise than the other tool would."""
         return tuple(item for item in self.left if item.changes)
 
     def text(self) -> str:
@@ -89,7 +89,7 @@ class Imported:
         return f"{head}{yaml_text(dict(self.document))}"
 
     def lines(self, width: int) -> list[str]:
-        """What was left out, by reason, in lines of at most this many characters."""
+        """Options that were left out, by reason, in lines of at most this many characters."""
         same = [item for item in self.left if not item.changes]
         lines: list[str] = []
         for title, items in (
@@ -125,7 +125,7 @@ def _one_line(text: str) -> str:
 
 @dataclass(slots=True)
 class Draft:
-    """What has been made so far.
+    """A job file in the making.
 
     tool    the tool's name
     source  its config file

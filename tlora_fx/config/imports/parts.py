@@ -1,4 +1,4 @@
-"""What several tools say in the same way: the base's dtype, its bits, target modules, data."""
+"""Options that several tools have in common: the base's dtype, its bits, target modules, data."""
 
 from __future__ import annotations
 

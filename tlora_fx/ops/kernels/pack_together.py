@@ -136,7 +136,7 @@ def serving(packing: Packing) -> Iterator[None]:
 
 @contextmanager
 def served(packing: Packing) -> Iterator[None]:
-    """What was noted is packed already: meanwhile its sites pack nothing."""
+    """Within it the noted sites are packed already, and pack nothing themselves."""
     with _held(_serving, packing):
         yield
 

@@ -34,7 +34,7 @@ class _Stored(nn.Module):
 
     @property
     def parts(self) -> list[Tensor]:
-        """What is stored of the matrix."""
+        """Tensors that are stored of the matrix."""
         return [self.get_buffer(f"weight_{name}") for name in FORMS[self.form].parts]
 
     @property
@@ -107,7 +107,7 @@ def _store(
 def hold_parts(
     module: nn.Module, name: str, form: str, parts: Sequence[Tensor], *, restored: bool
 ) -> None:
-    """Let a module multiply with the parts of a form in place of its matrix.
+    """Make a module multiply with the parts of a form in place of its matrix.
 
     restored   its matrix is what the parts restore, as it is of a module that is no linear
     """

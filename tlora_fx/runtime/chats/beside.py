@@ -1,4 +1,4 @@
-"""What columns beside a conversation say of it: its system, its history, what is not trained.
+"""Columns beside a conversation: its system, its history, and marks of what is not trained.
 
 source   LLaMA-Factory's columns `system` and `history`, the latter a list of [prompt, response]
 """

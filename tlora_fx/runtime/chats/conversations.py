@@ -48,7 +48,7 @@ class Conversation:
     untrained: frozenset[int] = frozenset()
 
     def behind(self, count: int) -> Conversation:
-        """What follows the first `count` messages."""
+        """Text behind the first `count` messages."""
         later = frozenset(index - count for index in self.untrained if index >= count)
         return Conversation(self.messages[count:], later)
 

@@ -368,7 +368,7 @@ _KNOWN: Mapping[str, TrainingTemplate] = {
 
 @lru_cache(16)
 def training_template(template: str) -> TrainingTemplate | None:
-    """What TRL trains of a template; None for one that it does not change."""
+    """TRL's training version of a template; None for one that it does not change."""
     known = _KNOWN.get(hashlib.sha256(template.encode()).hexdigest()[:16])
     if known is None:
         return None

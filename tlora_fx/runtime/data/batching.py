@@ -248,7 +248,7 @@ def _mismatched(
 
 
 def count_terms(job: Job, micro_batches: MicroBatches, loss: object = None) -> int:
-    """What the loss of an optimizer step is a mean over: pairs, samples, or target tokens.
+    """Number of terms that the loss of an optimizer step is a mean over: pairs, samples, or tokens.
 
     loss   of a loop of one's own; None: the job's
     """
@@ -375,7 +375,7 @@ class Cutting:
         return Cutting(whole, 12.0 * hidden, max_row_tokens)
 
     def cost(self, tokens: int) -> float:
-        """What a sequence costs, in tokens."""
+        """Cost of a sequence, in tokens."""
         return tokens + tokens * tokens / self.square_tokens
 
 

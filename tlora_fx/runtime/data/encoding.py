@@ -1,4 +1,4 @@
-"""What a row of a job's data becomes: tokens, and which of them are trained.
+"""Rows of a job's data as tokens, and which of them are trained.
 
 Texts are tokenised as TRL's trainers do: the prompt alone, and prompt and completion as one text.
 An end-of-sequence token closes a sample. The beginning-of-sequence token is whatever the tokenizer
@@ -83,11 +83,11 @@ class TextEncoder:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of the chat template, as far as rows have shown it."""
+        """Notes to the user about the chat template, as far as rows have shown it."""
         return tuple(self._chats.notes)
 
     def render(self, fields: Mapping[str, Any]) -> Rendered | None:
-        """What the chat template makes of a row; None for a row that is no conversation.
+        """A row by the chat template; None for a row that is no conversation.
 
         raises   BadRowError
         """
@@ -144,7 +144,7 @@ class TextEncoder:
             raise BadRowError("the row is a conversation, and the tokenizer has no chat template")
 
     def render_pair(self, fields: Mapping[str, Any]) -> tuple[Rendered, Rendered] | None:
-        """What the chat template makes of a chosen and of a rejected completion.
+        """A chosen and a rejected completion by the chat template.
 
         returns  None for completions that are no messages
         raises   BadRowError

@@ -32,7 +32,7 @@ def label_code(value: Any, base: BaseSpec) -> int:
 
 
 def decoded(codes: np.ndarray, base: BaseSpec) -> np.ndarray:
-    """What codes stand for: numbers of classes [N], numbers [N], or marks [N, labels]."""
+    """Labels that codes stand for: numbers of classes [N], numbers [N], or marks [N, labels]."""
     if base.objective == "regression":
         return codes.astype(np.int32).view(np.float32)
     if base.objective == "multi_label_classification":

@@ -89,7 +89,7 @@ class SampleLayout:
     numbers: tuple[str, ...] = ()
 
     def line(self) -> str:
-        """What a user is told of it."""
+        """Line for the user."""
         order = [*get_args(ColumnName), *self.numbers]
         names = [
             name if name == theirs else f"{name} from {theirs}"

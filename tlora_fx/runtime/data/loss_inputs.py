@@ -1,4 +1,4 @@
-"""What samples say of their tokens beside ids and labels, for the losses that read it."""
+"""Numbers that samples have for their tokens beside ids and labels, for losses that read them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _wrong_numbers(loss: Any, sample: Sample) -> Iterator[tuple[str, str]]:
 
 
 def numbers_of_targets(sample: Sample, shift: int, names: Sequence[str]) -> dict[str, list[float]]:
-    """What a sample says of its target tokens; weights are 1 where it says none."""
+    """Numbers of a sample's target tokens; weights are 1 where it has none."""
     places = target_places(sample, shift)
     weights = (1.0,) * len(sample.labels) if sample.weights is None else sample.weights
     numbers = {name: getattr(sample, name) for name in FIELDS[1:]} | dict(sample.inputs)

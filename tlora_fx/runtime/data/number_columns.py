@@ -100,7 +100,7 @@ def _is_number(value: Any, format: str) -> bool:
 
 
 def numbers_beside(value: Any, name: str, format: str, count: int) -> list[float]:
-    """What a row says of each of its `count` tokens in a column.
+    """Numbers that a column of a row has for each of its `count` tokens.
 
     name      of the column in the data
     format    of the row

@@ -58,7 +58,7 @@ Units = np.ndarray | Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class PartReport:
-    """What became of one of several data sets.
+    """Counts of the rows of one of several data sets.
 
     path      of the data set
     report    of its rows
@@ -82,7 +82,7 @@ class PartReport:
 
 @dataclass(slots=True)
 class DataReport:
-    """What became of the rows of a job's data.
+    """Counts of the rows of a job's data: read, skipped, cut, and packed.
 
     rows                    rows of the data, bad ones too
     bad_rows                skipped because they could not be read
@@ -334,7 +334,7 @@ def samples_of_steps(job: Job) -> int | None:
 
 
 def units_of(job: Job, samples: Sequence[Sample]) -> Units | None:
-    """What batches of a job count as one sample, by indices of samples; None: each sample."""
+    """Samples that batches of a job count as one, by their indices; None: each sample is one."""
     if job.sequences_per_sample == 2:
         return np.arange(len(samples) // 2 * 2).reshape(-1, 2)
     return packed(lengths_of(samples).tolist(), job.max_length) if job.packing else None

@@ -61,7 +61,7 @@ class BadRow(NamedTuple):
 
 @dataclass(slots=True)
 class RowCounts:
-    """What became of the rows of data before anything is cut.
+    """Counts of the rows of data before anything is cut.
 
     rows             rows that were read, bad ones too
     bad_rows         rows of which no tokens could be made
@@ -297,7 +297,7 @@ class Sample:
 
     @property
     def numbers(self) -> dict[str, tuple[float, ...]]:
-        """What it says of its tokens, by name."""
+        """Numbers of its tokens, by name."""
         fields = {name: getattr(self, name) for name in FIELDS}
         return {**{name: of for name, of in fields.items() if of is not None}, **self.inputs}
 
@@ -309,7 +309,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What a job makes of the sequences of a table.
+    """The sequences of a table as a job cuts them.
 
     max_length  tokens of a sequence that are kept
     whole       all tokens are trained, not only the spans, but where spans are final

@@ -174,7 +174,7 @@ def _csv_row(where: str, names: list[str], cells: list[str]) -> DataRow:
 
 
 def separated_otherwise(where: str, names: Sequence[str]) -> str:
-    """What to do with a table whose columns are separated by another character; empty if not so.
+    """Advice for a table whose columns are separated by another character; empty if not so.
 
     where   of a row: the file and the line
     names   its columns, as they were read

@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 
 def settle_threads(base: nn.Module, device: torch.device) -> None:
-    """Let one thread compute a small base on the CPU, under our command line.
+    """Make one thread compute a small base on the CPU, under our command line.
 
     The base alone decides, for several threads round sums otherwise than one: a job has the same
     numbers with its neighbours, without them, and when it goes on. Nothing is done where the user

@@ -323,7 +323,7 @@ class TimedLayer:
         return [piece for piece in (self.above, self.first, self.frozen) if piece is not None]
 
     def point(self, hidden: int, tp: int = 1) -> LayerPoint:
-        """What its pieces took, once they are measured."""
+        """Times of its pieces, once they are measured."""
         work = work_of([self.layer], [self.load], hidden, tp)
         return LayerPoint(
             tokens=self.load.total,

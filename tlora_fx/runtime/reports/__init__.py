@@ -1,1 +1,1 @@
-"""What is told of jobs: to callbacks and trackers, in folders and tables."""
+"""Reports on jobs: to callbacks and trackers, in folders and tables."""

@@ -122,7 +122,7 @@ class JobView:
 
 
 def read_start(folder: Path) -> dict[str, Any] | None:
-    """What the newest start of a run of `train` took; None where its folder does not tell."""
+    """Times of the newest start of a run of `train`; None where its folder does not tell."""
     start = read_object(folder / START)
     return start if start is not None and isinstance(start.get("phases"), dict) else None
 

@@ -1,1 +1,1 @@
-"""What a run does around its rounds: jobs come and go, are evaluated, and are kept."""
+"""Work of a run around its rounds: jobs come and go, are evaluated, and are kept."""

@@ -62,7 +62,7 @@ NICENESS = 10
 
 @dataclass(frozen=True, slots=True)
 class CompileRequest:
-    """What another process is to compile.
+    """Request to another process to compile layers.
 
     graphs      the fused group, as the text of a graph file
     saved       jobs, and the modules that the graphs call
@@ -385,7 +385,7 @@ class Compilation:
         return due and not self.group.model.is_compiled and self.group.options.compiled
 
     def take_over(self, rounds: int, first: Callable[[], None] = lambda: None) -> None:
-        """Let compiled layers run the next round, once the disk holds which one that is.
+        """Hand the next round to compiled layers, once the disk holds which one that is.
 
         rounds    done so far, whose results are there
         first     runs on compiled layers before that is kept

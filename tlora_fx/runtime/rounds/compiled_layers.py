@@ -98,7 +98,7 @@ class CompiledLayers:
             self.look(rounds)
 
     def look(self, rounds: int) -> bool:
-        """Let compiled layers take over if they are there; between two rounds.
+        """Hand over to compiled layers if they are there; between two rounds.
 
         rounds    done so far
         returns   whether they did

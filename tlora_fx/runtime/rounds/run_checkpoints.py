@@ -1,4 +1,4 @@
-"""What a run goes on from, and the checkpoints that it leaves.
+"""Checkpoints of a run: the one that it goes on from, and those that it leaves.
 
 Checkpoints are written beside training. Between two rounds all that a checkpoint holds is copied to
 main memory, and a thread makes files of it while the next rounds run. It is told of on the
@@ -85,7 +85,7 @@ class Commits:
         *,
         last: bool = False,
     ) -> None:
-        """Let a checkpoint be written, as `CheckpointStore.save` does; no other may be.
+        """Begin to write a checkpoint, as `CheckpointStore.save` does; no other may be under way.
 
         states    that nothing changes any more
         elsewhere see `CheckpointStore.save`
@@ -256,7 +256,7 @@ class RunCheckpoints:
             self.callback.noted(f"changed since the checkpoint: {change}")
 
     def clocks(self) -> JobClocks:
-        """What time it is for each job, the same on all processes."""
+        """The time of each job, the same on all processes."""
         kept = clocks_in(self.folder.path) if self.resume else {}
         if self.carried is not None:
             kept = kept_clocks(self.carried.sources)

@@ -29,7 +29,7 @@ FinishReason = Literal["stop", "length", "not_finite"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Request:
-    """What one or more completions go on from.
+    """Request for one or more completions of one prompt.
 
     job      slot in the model
     limit    tokens of a completion at most

@@ -48,7 +48,7 @@ _ops = torch.ops.tlora_fx
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a job's adapter said to a prompt.
+    """Completion of a prompt by a job's adapter.
 
     prompt          token ids
     tokens          token ids, a stop token included

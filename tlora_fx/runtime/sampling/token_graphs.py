@@ -119,7 +119,7 @@ class TokenGraph:
         return self._drawn
 
     def release(self) -> None:
-        """Let go of what the graph read on the device; it is not replayed any more."""
+        """Release tensors that the graph read on the device; it is not replayed any more."""
         self._graph = None
         row = self._given.row
         release(row.segments, row.keys, row.target_segments)

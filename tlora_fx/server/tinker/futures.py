@@ -37,7 +37,7 @@ class Futures:
                 self._bell.write(b"\n")
 
     async def wait(self, user: str, number: int) -> Answer | None:
-        """What a command comes to, None where it takes longer; raises RequestGone."""
+        """Answer of a command, None where it takes longer; raises RequestGone."""
         loop, came = asyncio.get_running_loop(), asyncio.Event()
         end = loop.time() + self.seconds
         # Before the first look: an answer that comes between is not missed.

@@ -18,7 +18,7 @@ KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What signs links and checks them, by a key of this service alone that outlives it."""
+    """Signs links and checks them, by a key of this service alone that outlives it."""
 
     key: bytes
 

@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False, slots=True)
 class Tinker:
-    """What the routes stand on; Prometheus reads what users have used.
+    """State that the routes share; Prometheus reads what users have used.
 
     price   of an hour of the device
     links   to files of checkpoints
@@ -298,7 +298,7 @@ def sessions(by: By, limit: Count = 20, offset: Count = 0) -> dict[str, Any]:
 
 @api.get("/sessions/{session}")
 def one_session(session: str, by: By) -> dict[str, Any]:
-    """What a session made."""
+    """Models and samplers of a session."""
     found = by.log.session(by.user.name, session)
     said = found["said"]
     return {
@@ -480,7 +480,7 @@ async def asample(request: Request, by: By) -> dict[str, Any]:
 
 @api.post("/retrieve_future")
 async def retrieve_future(body: OfFuture, by: By) -> Response:
-    """What a command came to; fetched as often as one likes."""
+    """Answer of a command; may be fetched any number of times."""
     if not body.request_id.isdecimal() or len(body.request_id) > 18:
         raise RequestGone("there is no such future", found=body.request_id[:80])
     number, futures = int(body.request_id), by.tinker.futures
@@ -511,7 +511,7 @@ def create_sampling_session(body: NewSampler, by: By) -> dict[str, str]:
 
 @api.get("/samplers/{sampler}")
 def one_sampler(sampler: str, by: By) -> dict[str, Any]:
-    """What a sampler samples from."""
+    """Base or checkpoint that a sampler samples from."""
     found, base = by.log.sampler(sampler, by.user.name), by.log.facts().get("base_model")
     return {"sampler_id": found.id, "base_model": base, "model_path": found.path}
 
@@ -521,7 +521,7 @@ def one_sampler(sampler: str, by: By) -> dict[str, Any]:
 
 @api.post("/get_info")
 def get_info(body: OfModel, by: By) -> dict[str, Any]:
-    """What a model is."""
+    """Description of a model."""
     model, facts = by.log.model(body.model_id, by.user.name), by.log.facts()
     base = facts.get("base_model")
     data = {"arch": "lora", "model_name": base, "tokenizer_id": facts.get("tokenizer")}
@@ -608,7 +608,7 @@ def _own(by: Asker, model: str, checkpoint: str) -> Checkpoint:
 
 @api.put("/training_runs/{model}/checkpoints/{checkpoint:path}/ttl", status_code=204)
 def keep_checkpoint(model: str, checkpoint: str, body: Ttl, by: By) -> None:
-    """Let a checkpoint stay for so many seconds from now, or for ever."""
+    """Keep a checkpoint for so many seconds from now, or for ever."""
     found, seconds = _own(by, model, checkpoint), body.ttl_seconds
     expires = None if seconds is None else by.log.now() + seconds
     by.log.change(found, expires=expires, public=found.public)
@@ -619,7 +619,7 @@ def keep_checkpoint(model: str, checkpoint: str, body: Ttl, by: By) -> None:
     methods=["POST", "DELETE"], status_code=204,
 )  # fmt: skip
 def publish_checkpoint(model: str, checkpoint: str, by: By, request: Request) -> None:
-    """Let all users load a checkpoint, or only its owner."""
+    """Show a checkpoint to all users, or to its owner alone."""
     found = _own(by, model, checkpoint)
     by.log.change(found, expires=found.expires, public=request.method == "POST")
 
@@ -727,7 +727,7 @@ def checkpoints(by: By, limit: Count = 100, offset: Count = 0) -> dict[str, Any]
 
 @api.post("/weights_info")
 def weights_info(body: OfPath, by: By) -> dict[str, Any]:
-    """What a checkpoint can be loaded into."""
+    """Base and rank that a checkpoint can be loaded into."""
     config = by.log.checkpoint(body.tinker_path, by.user.name).config
     parts = {name: config[name] for name in ("train_unembed", "train_mlp", "train_attn")}
     return {
