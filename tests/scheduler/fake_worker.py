@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from tlora_fx.config.halving import HalvingSpec
@@ -128,6 +129,7 @@ class _Fake:
         self.stopping = False
         self.rounds = 0
         self.successor: WorkerConfig | None = None
+        self.absent: dict[str, str] = {}
         self.jobs = {name: self.restored(name) for name in self.specs}
 
     def restored(self, name: str, order: WorkerConfig | None = None) -> dict:
@@ -186,6 +188,13 @@ class _Fake:
                 self.writer.write("declined", reason="no room")
             self.stopping = True
             return False
+        absent = {
+            name: "it is gone"
+            for name in names
+            if name not in self.specs and (self.root / GONE / name).exists()
+        }
+        there = tuple(job for job in successor.jobs if job["name"] not in absent)
+        successor, self.absent = replace(successor, jobs=there), absent
         for name in self.specs.keys() - set(names):
             if self.jobs[name]["status"] == "running":
                 self.jobs[name]["status"] = "paused"
@@ -198,7 +207,7 @@ class _Fake:
         return True
 
     def hand_over(self, successor: WorkerConfig) -> None:
-        self.writer.write("handed_over")
+        self.writer.write("handed_over", absent=self.absent)
         self.order, self.successor = successor, None
         self.specs = {job["name"]: job for job in successor.jobs}
         self.writer = EventWriter(successor.event_log, every_seconds=0.01)

@@ -16,7 +16,7 @@ from typing import ClassVar
 import pytest
 
 from tests.scheduler import run_folder
-from tests.scheduler.fake_worker import GATE, GONE, adapter_of
+from tests.scheduler.fake_worker import GATE, adapter_of
 from tests.scheduler.fork_here import ForkHere, GuestsHere
 from tests.scheduler.run_folder import (
     LONGEST_SECONDS,
@@ -38,7 +38,6 @@ from tlora_fx.scheduler.local import recovery
 from tlora_fx.scheduler.local.admission import Admission
 from tlora_fx.scheduler.local.executor import LocalExecutor
 from tlora_fx.scheduler.local.recovery import held
-from tlora_fx.scheduler.loop import Loop
 from tlora_fx.scheduler.state import Decision, Group
 from tlora_fx.scheduler.store import Ledger
 
@@ -452,124 +451,6 @@ def test_a_job_whose_base_is_gone_at_a_restart_waits_for_the_next_one(tmp_path, 
     assert records(tmp_path / "run")["b"].reason == ""
     assert (waiting["a"].status, waiting["b"].status) == ("done", "queued")
     require_trained_once(tmp_path / "run", {"a": 60, "b": 60})
-
-
-@pytest.fixture
-def given(monkeypatch):
-    """GPU-seconds that each job has given when it is set aside, and no decision has seen."""
-    plain = Loop.set_aside
-
-    def set_aside(self, name):
-        if (job := plain(self, name)) is not None:
-            job.credit = 7.0
-        return job
-
-    monkeypatch.setattr(Loop, "set_aside", set_aside)
-    return 7.0
-
-
-def test_jobs_whose_files_cannot_be_read_wait_for_them_and_go_on(tmp_path, monkeypatch, given):
-    """From their last commits; another job trains meanwhile, and nobody is given up."""
-    for name in "ab":
-        write_job(tmp_path / "jobs", name, 60)
-    run_until_work(tmp_path)
-    write_job(tmp_path / "jobs", "c", 60)
-    gone, heard, reasons = tmp_path / "run" / GONE, [], {}
-    gone.mkdir()
-    for name in "ab":
-        (gone / name).touch()
-
-    def restored(self, job):
-        # The files go away once the run has taken up its jobs.
-        mark = tmp_path / f"seen-{job.name}"
-        if mark.exists() and (gone / job.name).exists():
-            raise FileNotFoundError("it is gone")
-        mark.touch()
-
-    def bring_back(it):
-        active = {each.name: each.reason for each in it.ledger.active_jobs()}
-        if active.keys() == {"a", "b"} and all("FileNotFound" in why for why in active.values()):
-            reasons.update(active)
-            for name in "ab":
-                (gone / name).unlink(missing_ok=True)
-
-    monkeypatch.setattr(service, "FILES_SECONDS", 0.05)
-    monkeypatch.setattr(Prepared, "restored", restored)
-    monkeypatch.setattr(
-        Heard, "missed_files", lambda self, time, request, why: heard.append((request.name, why))
-    )
-    run(tmp_path / "jobs", tmp_path / "run", until=bring_back, tries=1)
-
-    assert dict(heard) == dict.fromkeys("ab", "it is gone")
-    assert reasons == dict.fromkeys("ab", "waits for its files: FileNotFoundError: it is gone")
-    assert {each.reason for each in records(tmp_path / "run").values()} == {""}
-    credit = {each.name: each.credit for each in records(tmp_path / "run").values()}
-    assert credit == {"a": given, "b": given, "c": 0.0}
-    require_trained_once(tmp_path / "run", dict.fromkeys("abc", 60))
-
-
-def test_a_job_that_waits_for_its_files_does_so_after_a_restart(tmp_path, monkeypatch, given):
-    """It is told again, and goes on by itself once they are back."""
-    write_job(tmp_path / "jobs", "a", 60)
-    gone, heard = tmp_path / "run" / GONE, []
-    gone.mkdir(parents=True)
-    (gone / "a").touch()
-
-    def restored(self, job):
-        if (gone / job.name).exists():
-            raise FileNotFoundError("it is gone")
-
-    def waits(it):
-        return any(each.reason.endswith("it is gone") for each in it.ledger.active_jobs())
-
-    def bring_back(it):
-        looked = (absent := it._absent.get("a")) and absent.pause > service.FILES_SECONDS
-        if looked and waits(it):
-            (gone / "a").unlink(missing_ok=True)
-
-    monkeypatch.setattr(service, "FILES_SECONDS", 0.05)
-    monkeypatch.setattr(Prepared, "restored", restored)
-    monkeypatch.setattr(
-        Heard, "missed_files", lambda self, time, request, why: heard.append(request.name)
-    )
-    run(tmp_path / "jobs", tmp_path / "run", until=waits)
-    assert records(tmp_path / "run")["a"].credit == given
-    heard.clear()
-    run(tmp_path / "jobs", tmp_path / "run", until=bring_back)
-
-    assert heard == ["a"]
-    require_trained_once(tmp_path / "run", {"a": 60})
-    assert records(tmp_path / "run")["a"].reason == ""
-
-
-def test_a_job_that_waits_for_its_files_goes_on_though_its_job_file_is_removed(
-    tmp_path, monkeypatch
-):
-    """As any that has begun: that is told, once."""
-    job, kept = write_job(tmp_path / "jobs", "a", 20), []
-    gone = tmp_path / "run" / GONE / "a"
-    gone.parent.mkdir(parents=True)
-    gone.touch()
-
-    def restored(self, job):
-        if gone.exists():
-            raise FileNotFoundError("it is gone")
-
-    def remove(it):
-        if "a" in it._absent:
-            job.unlink(missing_ok=True)
-        # A file that was looked for in vain has no origin any more.
-        if "a" not in it._origins and "a" in it._absent:
-            gone.unlink(missing_ok=True)
-
-    monkeypatch.setattr(service, "FILES_SECONDS", 0.05)
-    monkeypatch.setattr(service, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(Prepared, "restored", restored)
-    monkeypatch.setattr(Heard, "kept", lambda self, time, name: kept.append(name))
-    run(tmp_path / "jobs", tmp_path / "run", until=remove)
-
-    assert kept == ["a"]
-    require_trained_once(tmp_path / "run", {"a": 20})
 
 
 def test_new_jobs_train_while_those_of_an_earlier_process_are_looked_at(tmp_path, monkeypatch):

@@ -382,6 +382,32 @@ def test_a_group_is_handed_over_by_the_checkpoint_that_holds_who_left(tmp_path, 
     require_as_alone(folder, tmp_path / "run", "ac", tmp_path)
 
 
+@pytest.mark.usefixtures("fast_disk")
+@pytest.mark.parametrize("coming", ["acd", "abc"])
+def test_a_job_whose_data_is_gone_when_it_joins_stays_away_and_nobody_waits(
+    tmp_path, monkeypatch, coming
+):
+    """The others join and leave as they should, and end as alone; it is named with the reason."""
+    folder = write(tmp_path / "jobs", a=12, b=9, c=5, d=6)
+    data, written = tmp_path / "records.jsonl", (folder / "c.yaml").read_text()
+    records_path = str(QUICKSTART / "data" / "records.jsonl")
+    (folder / "c.yaml").write_text(written.replace(records_path, str(data)))
+    data.symlink_to(QUICKSTART / "data" / "records.jsonl")
+    monkeypatch.setattr(worker, "_kept", [])
+    monkeypatch.setattr(worker, "_reader", AtOnce())
+    first, second = orders_of(folder, tmp_path, "ab", coming)
+    data.unlink()
+    worker._train(first, Launch())
+
+    told = told_by(first)
+    assert [line["kind"] for line in told if line["kind"] == "declined"] == []
+    assert list(told[-1]["absent"]) == ["c"]
+    assert str(data) in told[-1]["absent"]["c"]
+    assert set(told_by(second)[0]["steps"]) == set(coming) - {"c"}
+    assert not (tmp_path / "run" / "c").exists()
+    require_as_alone(folder, tmp_path / "run", sorted(set(coming) - {"c"}), tmp_path)
+
+
 def test_a_job_leaves_a_group_that_trains_where_nobody_comes(tmp_path, monkeypatch):
     """The other one trains on, without a new formation."""
     folder = write(tmp_path / "jobs", a=12, b=7)

@@ -151,8 +151,8 @@ def test_who_only_leaves_waits_for_no_reader(monkeypatch, config, tmp_path):
 
     takeover = worker.Takeover.of(tmp_path / "worker.json", {"a", "b"})
 
-    assert takeover.data.done()
-    assert takeover.data.result() == ({}, {})
+    assert takeover.arrivals.done()
+    assert takeover.arrivals.result() == ({}, {}, {})
 
 
 def test_a_joiners_data_and_checkpoint_are_read_beside_one_another(monkeypatch):

@@ -105,10 +105,13 @@ class Drained(GroupEvent):
     It was asked to, or its last job has finished: such a group ends by itself.
 
     successor  the epoch that goes on in its place, without having stopped; None: nobody does
+    absent     jobs that should have joined the successor and are not in it, since their base or
+               data cannot be read now, each with the reason
     """
 
     steps: Mapping[str, float]
     successor: int | None = None
+    absent: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +183,9 @@ class Executor(Protocol):
         """Change a running group into its successor: jobs leave and join, the others train on.
 
         It is another epoch from then on. `Drained` of the old one tells when, and that all its jobs
-        are committed; `GroupStarted` of the new one follows. Where this proves impossible, it
-        is formed anew, on the same place. Where the old one fails, nothing is told of it.
+        are committed; `GroupStarted` of the new one follows. Jobs whose files cannot be read stay
+        out of it. Where this proves impossible, it is formed anew, on the same place. Where the old
+        one fails, nothing is told of it.
         """
 
     def events(self) -> list[ExecutorEvent]:

@@ -304,7 +304,22 @@ class Events:
         for name, steps in event.steps.items():
             if name in formation.jobs:
                 formation.jobs[name].steps_done = steps
+        if formation.successor is not None:
+            self._miss(event.absent, formation.successor)
         self.loop.formations.end(formation, "drained", event.time)
+
+    def _miss(self, absent: Mapping[str, str], formation: Formation) -> None:
+        """Jobs whose files cannot be read did not join a formation, which goes on without them."""
+        for name in absent.keys() & formation.jobs.keys():
+            self._without(formation, name)
+            self.loop.formations.freed(name)
+        self._await_files(absent)
+
+    def _await_files(self, absent: Mapping[str, str]) -> None:
+        """Hold jobs back until their files can be read."""
+        for name in absent.keys() & self.loop.window.jobs.keys():
+            self.loop.absent[name] = absent[name]
+            self.loop.hold(name)
 
     def _finished(self, event: Finished, formation: Formation) -> None:
         job = formation.jobs.get(event.job)
@@ -363,9 +378,7 @@ class Events:
         loop.formations.end(formation, "failed", event.time)
         loop.changed = loop.prompted = True
         place = formation.launched.place
-        for name in event.absent.keys() & loop.window.jobs.keys():
-            loop.absent[name] = event.absent[name]
-            loop.hold(name)
+        self._await_files(event.absent)
         if event.blameless or any(loop.cluster.node(gpu) in loop.cluster.lost for gpu in place):
             return
         for job in loop.retries.failed(formation.jobs.values(), killed=event.killed):

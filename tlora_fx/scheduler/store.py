@@ -362,6 +362,8 @@ class Ledger:
                     _settle(base, str(event.job), "failed", event.reason, event.time)
                 case Drained():
                     _commit(base, event.epoch, event.steps, "")
+                    if event.successor is not None and event.absent:
+                        _leave_out(base, event.successor, event.absent)
                     how = "drained" if event.successor is None else f"{GOES_ON}{event.successor}"
                     self._end(base, event.epoch, how, event.time, now)
         if isinstance(event, Drained) or (isinstance(event, Failed) and event.job is None):
@@ -577,6 +579,21 @@ def _settle(base: sqlite3.Connection, job: str, status: str, reason: str, time: 
         "AND status IN ('queued', 'running')",
         (status, reason, time, job),
     )
+
+
+def _leave_out(base: sqlite3.Connection, epoch: int, names: Collection[str]) -> None:
+    """Jobs never joined the formation for which they were launched."""
+    [(text,)] = base.execute("SELECT jobs FROM epochs WHERE epoch = ?", (epoch,)).fetchall()
+    rest = [name for name in json.loads(text) if name not in names]
+    base.execute("UPDATE epochs SET jobs = ? WHERE epoch = ?", (json.dumps(rest), epoch))
+    for name in names:
+        base.execute("DELETE FROM members WHERE job = ? AND epoch = ?", (name, epoch))
+        base.execute(
+            "UPDATE jobs SET status = 'queued', first_started = CASE WHEN steps > 0 OR EXISTS "
+            "(SELECT 1 FROM members WHERE job = name) THEN first_started END "
+            "WHERE name = ? AND status = 'running'",
+            (name,),
+        )
 
 
 def _end(base: sqlite3.Connection, epoch: int, how: str, time: float) -> None:

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Container, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
@@ -290,20 +290,31 @@ def _plan(config: WorkerConfig, model: SuperModel, launch: Launch) -> Plan:
     return find_planner(name).plan(model, shape, options=options)
 
 
+class Arrivals(NamedTuple):
+    """What jobs need that join: their samples, and the checkpoints that they go on from.
+
+    absent   jobs that cannot join since their files cannot be read now, each with the reason
+    """
+
+    data: Mapping[str, JobData]
+    states: Mapping[str, Checkpoint]
+    absent: Mapping[str, str]
+
+
 @dataclass(slots=True)
 class Takeover:
     """The group that a running one shall become, as far as that is.
 
     config     its order
     joining    jobs that join
-    data       their samples, and where they go on from, which are read while others train
+    arrivals   what is read of them while others train
     asked      the trainer knows
     seconds    that its jobs stood still for it
     """
 
     config: WorkerConfig
     joining: tuple[Job, ...]
-    data: Future[tuple[Mapping[str, JobData], Mapping[str, Checkpoint]]]
+    arrivals: Future[Arrivals]
     asked: bool = False
     seconds: float = 0.0
 
@@ -320,13 +331,36 @@ class Takeover:
             if config.sources.get(job.name, config.output) != config.output
         }
         sources = ResumeSources(Path(config.job_folders), elsewhere)
-        data: Future[tuple[Mapping[str, JobData], Mapping[str, Checkpoint]]] = Future()
+        arrivals: Future[Arrivals] = Future()
         if joining:
-            data = _reader.submit(_read, joining, sources, _clocks(config))
+            arrivals = _reader.submit(_read_those_there, joining, sources, _clocks(config))
         else:
             # Who only leaves need not wait for another round.
-            data.set_result(({}, {}))
-        return cls(config, joining, data)
+            arrivals.set_result(Arrivals({}, {}, {}))
+        return cls(config, joining, arrivals)
+
+    def drop_absent(self) -> None:
+        """Go on without jobs whose files cannot be read; raises what reading the others raised."""
+        absent = self.arrivals.result().absent
+        there = tuple(job for job in self.config.jobs if job["name"] not in absent)
+        self.config = replace(self.config, jobs=there)
+        self.joining = tuple(job for job in self.joining if job.name not in absent)
+
+
+def _read_those_there(jobs: Sequence[Job], sources: ResumeSources, clocks: JobClocks) -> Arrivals:
+    """Read what those jobs need whose files are there."""
+    try:
+        return Arrivals(*_read(jobs, sources, clocks), {})
+    except (TloraError, OSError) as error:
+        specs = [job.model_dump(mode="json") for job in jobs]
+        absent = absent_files(specs) if is_about_files(error) else {}
+        if not absent:
+            raise
+    there = [job for job in jobs if job.name not in absent]
+    if not there:
+        return Arrivals({}, {}, absent)
+    others = _read_those_there(there, sources, clocks)
+    return others._replace(absent={**absent, **others.absent})
 
 
 def _read(
@@ -445,7 +479,8 @@ class EventCallback(TrainerCallback):
                 if not pointer.exists():
                     return
                 self._next = Takeover.of(Path(pointer.read_text()), self.names)
-            if not self._next.asked and self._next.data.done():
+            if not self._next.asked and self._next.arrivals.done():
+                self._next.drop_absent()
                 self._ask(self._next)
         except Exception as error:  # noqa: BLE001  (those who train go on, whoever should come)
             self._decline(str(error))
@@ -455,13 +490,13 @@ class EventCallback(TrainerCallback):
         begun, trainer = time.perf_counter(), self.trainer
         if not trainer.model.is_open:
             raise NotAdmitted("the running model has no slots for others", help="it is formed anew")
-        config, (data, states) = takeover.config, takeover.data.result()
+        config, arrivals = takeover.config, takeover.arrivals.result()
         try:
             for job in takeover.joining:
                 source = config.sources.get(job.name)
                 here = source == config.output and job.name in trainer.roster.states()
-                resume = None if here else states.get(job.name, source)
-                trainer.admit(job, data[job.name], resume=resume)
+                resume = None if here else arrivals.states.get(job.name, source)
+                trainer.admit(job, arrivals.data[job.name], resume=resume)
         except Exception:
             trainer.roster.cancel_join([job.name for job in takeover.joining])
             raise
@@ -494,7 +529,7 @@ class EventCallback(TrainerCallback):
         self.trainer.roster.forget(
             [run.job.name for run in self.trainer.runs if run.job.name not in kept]
         )
-        self.writer.write("handed_over")
+        self.writer.write("handed_over", absent=dict(takeover.arrivals.result().absent))
         self.config, self.names, self._next = takeover.config, names, None
         self.writer = EventWriter(self.config.event_log)
         for name in names & self._committed.keys():

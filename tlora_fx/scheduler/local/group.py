@@ -169,7 +169,7 @@ class RunningGroup:
             case "started":
                 yield GroupStarted(time, self.epoch, line.get("paused"))
             case "handed_over":
-                yield self._hand_over(time)
+                yield self._hand_over(time, line.get("absent", {}))
             case "declined":
                 yield Warned(time, self.epoch, f"it is formed anew: {line['reason']}")
                 self.drain()
@@ -193,12 +193,16 @@ class RunningGroup:
                 self.named = line["job"] in self.jobs
                 self.at_fault = line["job"] if self.named else alone
 
-    def _hand_over(self, time: float) -> Drained:
-        """The successor has the processes now."""
-        assert self.successor is not None
+    def _hand_over(self, time: float, absent: Mapping[str, str]) -> Drained:
+        """The successor has the processes now, and all its jobs whose files are there."""
+        successor = self.successor
+        assert successor is not None
         self.over = self.handed_over = True
-        self.successor.workers, self.successor.begun = self.workers, True
-        return Drained(time, self.epoch, dict(self.committed), self.successor.epoch)
+        successor.workers, successor.begun = self.workers, True
+        successor.jobs = tuple(name for name in successor.jobs if name not in absent)
+        for name in absent:
+            successor.committed.pop(name, None)
+        return Drained(time, self.epoch, dict(self.committed), successor.epoch, absent)
 
     def _settled(self, time: float, line: Mapping[str, Any]) -> Iterator[GroupEvent]:
         for job, (status, reason) in line["ended"].items():
