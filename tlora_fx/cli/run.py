@@ -26,6 +26,7 @@ from tlora_fx.cli.arguments.run_options import (
 from tlora_fx.cli.terminal import Console, bare_table, without_columns
 from tlora_fx.errors import JobFolderError
 from tlora_fx.inspect.wording import plural
+from tlora_fx.scheduler.folder_kind import require_folder_of_run
 from tlora_fx.scheduler.formations import Callback, Formation
 from tlora_fx.scheduler.history import JobRecord
 from tlora_fx.scheduler.loop import Loop
@@ -86,7 +87,7 @@ def _require_right(options: RunCommandOptions) -> None:
     from tlora_fx.runtime.launching import early_checks as early
 
     early.require_folder(options.jobs)
-    begun = require_output_and_times(options)
+    begun = require_output_and_times(options, require_folder_of_run)
     if options.until_empty and not begun and not early.job_files(options.jobs):
         raise _empty(options.jobs)
     if options.jobs.is_file():

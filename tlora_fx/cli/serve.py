@@ -32,6 +32,7 @@ from tlora_fx.cli.arguments.run_options import (
     require_output_and_times,
 )
 from tlora_fx.errors import ServiceRefused
+from tlora_fx.scheduler.folder_kind import require_folder_of_service
 from tlora_fx.server.answering import Answering, listen
 from tlora_fx.server.log_lines import log_to_stderr
 from tlora_fx.server.store import ServiceStore
@@ -203,7 +204,7 @@ def _require_right(options: ServeCommandOptions) -> ServeCommandOptions:
     """
     require_executor(options)
     options.require_passes()
-    begun = require_output_and_times(options)
+    begun = require_output_and_times(options, require_folder_of_service)
     if options.log_format not in ("text", "json"):
         raise typer.BadParameter("--log-format is text or json")
     public_url = _public_url(options.public_url)

@@ -12,6 +12,7 @@ from tlora_fx.cli.arguments.options import command_group, option, takes_options
 from tlora_fx.cli.terminal import Console, bare_table, print_whole
 from tlora_fx.errors import ServiceRefused
 from tlora_fx.runtime.run_folder import LEDGER, RUN_COMMAND_FILES, require_new
+from tlora_fx.scheduler.folder_kind import require_folder_of_service
 from tlora_fx.server.ledger import LOCAL, User
 from tlora_fx.server.store import ServiceStore
 
@@ -51,6 +52,7 @@ def add(
             found=name,
             expected=f"small letters, digits and '-', and not '{LOCAL}'",
         )
+    require_folder_of_service(output)
     if not (output / LEDGER).exists():
         # As `serve`, which begins in a new folder: what lies in another one is no service's.
         require_new(output, among=RUN_COMMAND_FILES)
@@ -90,4 +92,5 @@ def _store_of(output: Path) -> ServiceStore:
             expected="the -o folder of `tlora-fx serve`, or one in which `tokens add` made a user",
             help="name it by -o",
         )
+    require_folder_of_service(output)
     return ServiceStore(output)

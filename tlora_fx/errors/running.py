@@ -75,7 +75,8 @@ class AdapterFolderError(TloraError, code="T0405"):
 class RunFolderError(TloraError, code="T0407"):
     """The output folder is in use, or holds no run to continue.
 
-    Continue a run with `--resume`, or choose another folder with `-o`.
+    Continue a run with `--resume`, or choose another folder with `-o`. `tlora-fx run` and
+    `tlora-fx serve` each continue their own folders only.
     """
 
 

@@ -427,6 +427,8 @@ def ask_to_stop(path: Path, job: str) -> None:
 LEDGER = "ledger.sqlite"
 #: What it and `serve` may have left before they kept anything.
 RUN_COMMAND_FILES = frozenset({".workers.lock", "service"})
+#: What a service makes before its ledger; no job's folder holds such a folder.
+SERVICE_INBOX = Path("service", "inbox")
 
 
 def unwritable(path: Path, found: object) -> RunFolderError:
@@ -589,7 +591,8 @@ def require_new(path: Path, *, among: Collection[str] = ()) -> None:
     if used:
         help = "choose another folder with -o"
         if LEDGER in used:
-            help = f"`tlora-fx run` made it, and goes on with it; else {help}"
+            command = "serve" if (path / SERVICE_INBOX).is_dir() else "run"
+            help = f"`tlora-fx {command}` made it, and goes on with it; else {help}"
         elif RECORD in used:
             help = f"`tlora-fx train` made it, and goes on with it by --resume; else {help}"
         raise RunFolderError(

@@ -153,10 +153,13 @@ def _absolute(name: str) -> str:
     return f"{Path(source).absolute()}{colon}{attribute}" if colon else name
 
 
-def require_output_and_times(options: RunCommandOptions) -> bool:
+def require_output_and_times(
+    options: RunCommandOptions, require_kind: Callable[[Path], None]
+) -> bool:
     """Refuse times and profiles that cannot be read, and an output folder of something else.
 
-    returns   whether the output folder holds a run to go on with
+    require_kind   refuses an output folder that another command goes on with
+    returns        whether the output folder holds a run to go on with
     """
     from tlora_fx.cost.profile import Profile
     from tlora_fx.runtime.launching import early_checks as early
@@ -168,8 +171,11 @@ def require_output_and_times(options: RunCommandOptions) -> bool:
     for path in options.profile or ():
         Profile.load(path)
     early.require_callbacks(options.callback or ())
-    begun = options.output is not None and (options.output / LEDGER).exists()
-    if options.output is not None and not begun:
+    if options.output is None:
+        return False
+    require_kind(options.output)
+    begun = (options.output / LEDGER).exists()
+    if not begun:
         require_new(options.output, among=RUN_COMMAND_FILES)
     return begun
 
