@@ -7,8 +7,9 @@ can mix them, else one after the other.
 from __future__ import annotations
 
 import copy
+import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -200,7 +201,7 @@ class AdapterGenerator:
 
         raises    GenerationError
         """
-        allowed = [self._allowed_tokens(len(each.ids), sampling.max_new_tokens) for each in asked]
+        allowed = [self.allowed_tokens(each, sampling.max_new_tokens) for each in asked]
         said: dict[int, str] = {}
         for names in self._batches({question.adapter for question in asked}):
             model = self._adapted_by(names)
@@ -278,8 +279,14 @@ class AdapterGenerator:
         decoded = (self.tokenizer.decode(row, skip_special_tokens=True) for row in new.tolist())
         return [str(text) for text in decoded]
 
-    def _allowed_tokens(self, tokens: int, wanted: int) -> int:
-        positions = longest_sequence(self.base)
+    def allowed_tokens(self, question: Prompt, wanted: int) -> int:
+        """Longest answer to a question, in tokens, and at most `wanted`.
+
+        raises    GenerationError where there can be none
+        """
+        positions, tokens = longest_sequence(self.base), len(question.ids)
+        if not tokens:
+            raise GenerationError("a prompt has no tokens", help="write something to go on from")
         allowed = wanted if positions is None else min(wanted, positions - tokens)
         if allowed < 1:
             raise GenerationError(
@@ -300,14 +307,15 @@ def _pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
 def _padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
     """Ids and attention mask, int64 [B, S], padded on the left."""
     width = max(map(len, prompts))
-    if not min(map(len, prompts)):
-        raise GenerationError("a prompt has no tokens", help="write something to go on from")
     ids = [[pad] * (width - len(each)) + list(each) for each in prompts]
     attended = [[0] * (width - len(each)) + [1] * len(each) for each in prompts]
     return torch.tensor(ids), torch.tensor(attended)
 
 
 # While jobs train.
+
+#: Of a prompt that is not asked, so much is told.
+PROMPT_CHARACTERS = 40
 
 
 def resident_base(model: SuperModel) -> nn.Module:
@@ -380,7 +388,7 @@ class PromptAnswerer:
         """Say before training that the jobs' `sample_prompts` stay without an answer, once."""
         refusal = self._refusal()
         if refusal is not None and any(job.sample_prompts for job in jobs):
-            self._warn_once(described(refusal), callback)
+            self._warn_once(f"no samples: {described(refusal)}", callback)
 
     def _refusal(self) -> GenerationError | None:
         if planner_of(self.plan).holds_whole_base(self.plan):
@@ -390,32 +398,33 @@ class PromptAnswerer:
             help="use tlora-fx generate after training",
         )
 
-    def _warn_once(self, failure: str, callback: TrainerCallback) -> None:
-        if failure not in self._told:
-            self._told.add(failure)
-            callback.warned(f"no samples: {failure}")
+    def _warn_once(self, text: str, callback: TrainerCallback) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            callback.warned(text)
 
     def tell(self, runs: Sequence[JobRun], callback: TrainerCallback) -> bool:
         """Put what jobs say into their metrics, and tell a callback; False where that failed.
 
-        A reason is told once.
+        A prompt that cannot be asked costs its own answer alone. A reason is told once.
         """
         callback.evaluating()
         by_name = {run.job.name: run for run in runs}
         try:
-            for report in self.draw(runs):
+            for report in self.draw(runs, lambda text: self._warn_once(text, callback)):
                 by_name[report.job].metrics.append_samples(report.step, report.texts)
                 callback.sampled(report)
         except Exception as error:  # noqa: BLE001  (such as no memory for it: training goes on)
-            failure = described(error)
+            failure = f"no samples: {described(error)}"
         else:
             return True
         self._warn_once(failure, callback)
         return False
 
-    def draw(self, runs: Sequence[JobRun]) -> list[SampleReport]:
+    def draw(self, runs: Sequence[JobRun], warn: Callable[[str], None]) -> list[SampleReport]:
         """Generate what jobs say now; nothing that trains changes.
 
+        warn     hears of each prompt that cannot be asked, with the reason
         raises   GenerationError
         """
         if (refusal := self._refusal()) is not None:
@@ -436,17 +445,28 @@ class PromptAnswerer:
         # A batch goes on until its longest answer ends.
         for most in sorted({run.job.sample_max_new_tokens for run in runs}):
             asked = [run for run in runs if run.job.sample_max_new_tokens == most]
-            reports += _sampled(generator, asked, SamplingOptions(most))
+            questions = {run.index: _askable(generator, run, most, warn) for run in asked}
+            every = [question for own in questions.values() for _, question in own]
+            said = iter(generator.answers(every, SamplingOptions(most)))
+            for run in asked:
+                # One that is left out has no report.
+                texts = tuple((prompt, next(said)) for prompt, _ in questions[run.index])
+                reports += [SampleReport(run.job.name, run.step, texts)] if texts else []
         return reports
 
 
-def _sampled(
-    generator: AdapterGenerator, runs: Sequence[JobRun], sampling: SamplingOptions
-) -> Iterator[SampleReport]:
-    questions = [
-        generator.ask(run.job.name, prompt) for run in runs for prompt in run.job.sample_prompts
-    ]
-    said = iter(generator.answers(questions, sampling))
-    for run in runs:
-        texts = tuple((prompt, next(said)) for prompt in run.job.sample_prompts)
-        yield SampleReport(run.job.name, run.step, texts)
+def _askable(
+    generator: AdapterGenerator, run: JobRun, most: int, warn: Callable[[str], None]
+) -> list[tuple[str, Prompt]]:
+    """A job's prompts that can have answers of `most` tokens or fewer, as text and as asked."""
+    askable = []
+    for prompt in run.job.sample_prompts:
+        try:
+            question = generator.ask(run.job.name, prompt)
+            generator.allowed_tokens(question, most)
+        except GenerationError as error:
+            short = textwrap.shorten(prompt, PROMPT_CHARACTERS, placeholder="…")
+            warn(f"no answer of job '{run.job.name}' to {short!r}: {described(error)}")
+        else:
+            askable.append((prompt, question))
+    return askable

@@ -104,7 +104,7 @@ class StepReport:
 class SampleReport:
     """Answers of a job to its `sample_prompts` after a step.
 
-    texts   a pair for each prompt: it, and what the job says
+    texts   a pair for each prompt that could be asked: it, and what the job says
     """
 
     job: str
