@@ -22,7 +22,7 @@ import typer
 from tlora_fx.cli.arguments.options import JobFilePath, command_group, option, takes_options
 from tlora_fx.cli.terminal import Console, bare_table, echo, print_whole
 from tlora_fx.config.job_file import read_bounded, read_yaml
-from tlora_fx.config.paths import is_file
+from tlora_fx.config.paths import is_file, with_home
 from tlora_fx.errors import (
     AnswerRefused,
     RunFolderError,
@@ -84,7 +84,7 @@ class Connection:
                 help="set TLORA_FX_TOKEN or --token",
             )
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        file = service.authority and Path(service.authority).expanduser()
+        file = service.authority and with_home(service.authority)
         try:
             verify = ssl.create_default_context(cafile=file) if file else True
             self.client = httpx.Client(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from tlora_fx.config.base_spec import BaseSpec
 from tlora_fx.config.hub import hub_cache, is_hub_id
-from tlora_fx.config.paths import is_file, is_folder, is_there
+from tlora_fx.config.paths import is_file, is_folder, is_there, with_home
 from tlora_fx.errors import BaseFileDamaged, BaseFileRefused, RemoteCodeRefused, TloraError
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -194,7 +194,7 @@ def base_folder(spec: BaseSpec) -> Path | None:
     if spec.model is None:
         return None
     if not is_hub_id(spec.model):
-        folder = Path(spec.model).expanduser()
+        folder = with_home(spec.model)
         return folder if is_folder(folder) else None
     return cached_folder(spec.model)
 

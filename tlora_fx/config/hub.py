@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from tlora_fx.config.base_spec import is_written_as_path
-from tlora_fx.config.paths import is_there
+from tlora_fx.config.paths import is_there, with_home
 
 ENDPOINT = "HF_ENDPOINT"
 OFFLINE = "HF_HUB_OFFLINE"
@@ -35,7 +35,7 @@ def is_hub_id(source: object) -> bool:
 def hub_cache() -> Path:
     """Folder where the hub's libraries keep what they have downloaded."""
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    return Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+    return with_home(os.environ.get("HF_HUB_CACHE", f"{home}/hub"))
 
 
 def is_set_offline() -> bool:

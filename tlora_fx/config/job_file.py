@@ -21,7 +21,7 @@ from tlora_fx.config.base_spec import is_written_as_path
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.config.other_names import BASE_KEYS, ELSEWHERE, JOB_KEYS, LORA_KEYS, hint
 from tlora_fx.config.overlay import laid_over
-from tlora_fx.config.paths import is_pattern, is_there
+from tlora_fx.config.paths import is_pattern, is_there, with_home
 from tlora_fx.config.sweep import MAX_JOBS, KeyPath, SweptJob, blocked_path, expand, nested
 from tlora_fx.config.validation import Mistake, validated
 from tlora_fx.errors import (
@@ -326,7 +326,7 @@ class _JobFileReader:
         """
         if not isinstance(value, str) or not value:
             return value
-        path = self.path.absolute().parent / Path(value).expanduser()
+        path = self.path.absolute().parent / with_home(value)
         written = is_written_as_path(value) or value.endswith(DATA_SUFFIXES) or is_pattern(value)
         return str(path) if written or not must_exist or is_there(path) else value
 

@@ -1,12 +1,19 @@
-"""Whether something lies at a path that a stranger wrote.
+"""Paths that a stranger wrote, and whether something lies there.
 
-pathlib raises for a name that is too long or a folder that may not be entered; nothing is there.
+pathlib raises for a name that is too long, a folder that may not be entered, and a home that nobody
+has; nothing is there.
 """
 
 from __future__ import annotations
 
 import glob
+import os
 from pathlib import Path
+
+
+def with_home(path: Path | str) -> Path:
+    """A path whose `~` or `~user` is that home; it stays where there is no such home."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111  (pathlib's raises)
 
 
 def is_pattern(path: str) -> bool:

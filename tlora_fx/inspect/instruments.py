@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO, cast, get_args
 
+from tlora_fx.config.paths import with_home
 from tlora_fx.errors import PipelineError, nearest
 from tlora_fx.host.environment import LOG
 from tlora_fx.inspect.statistics import PassStatistics
@@ -240,7 +241,7 @@ def _with(watch: Watch, name: str, value: str) -> Watch:
     if name == "print-after" and value:
         return replace(watch, print_after=(*watch.print_after, value))
     if name == "dump-changed" and value:
-        return replace(watch, dump_changed=Path(value).expanduser())
+        return replace(watch, dump_changed=with_home(value))
     if name == "stop-after" and value:
         return replace(watch, stop_after=value)
     if name == "verify" and value in get_args(Verify):

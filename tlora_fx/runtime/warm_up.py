@@ -16,6 +16,7 @@ import torch
 
 from tlora_fx.codegen.importing import TRITON_CACHE
 from tlora_fx.codegen.loading import kernel_folder
+from tlora_fx.config.paths import with_home
 from tlora_fx.cost.plan import Plan
 from tlora_fx.host import environment
 from tlora_fx.host.phases import phase
@@ -71,7 +72,7 @@ def caches(*, gpu: bool, compiled: bool) -> list[Cache]:
         Cache("digests of large files", DIGESTS.folder, "*.json"),
     ]
     if gpu:
-        triton = os.environ.get(TRITON_CACHE) or Path.home() / ".triton" / "cache"
+        triton = os.environ.get(TRITON_CACHE) or with_home("~/.triton/cache")
         found.append(Cache("generated kernels", kernel_folder(), "*.py"))
         found.append(Cache("compiled kernels", Path(triton), "*/"))
     if compiled:

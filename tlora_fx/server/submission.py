@@ -38,7 +38,7 @@ from tlora_fx.config.job_file import (
     load_job_file,
     read_yaml,
 )
-from tlora_fx.config.paths import is_pattern, is_there
+from tlora_fx.config.paths import is_pattern, is_there, with_home
 from tlora_fx.config.sweep import entries_of_values
 from tlora_fx.errors import (
     QuotaReached,
@@ -401,15 +401,15 @@ class Intake:
             named = named or is_pattern(text)
             named = named or where.endswith(("adapter", "config", "compute_metrics"))
             here = is_there(folder / text)
-            paths = [folder / _home(text)] if named or here else []
+            paths = [folder / with_home(text)] if named or here else []
             # What is no path here may be one where the service was started. A data file never is.
             elsewhere = is_there(text) and not (here or text.endswith(DATA_SUFFIXES))
             paths += [Path(text)] if elsewhere else []
             inside = all(self._is_inside(user, folder, path) for path in paths)
             inside = inside and not (is_pattern(text) and self._may_enter(user, folder, text))
             if inside and is_pattern(text):
-                patterns[str(folder / _home(text))] = where, text
-            if where.startswith("base") and named and not (here or _home(text).is_absolute()):
+                patterns[str(folder / with_home(text))] = where, text
+            if where.startswith("base") and named and not (here or with_home(text).is_absolute()):
                 raise SubmissionRefused(
                     "the base is not there",
                     **{where: text},
@@ -481,7 +481,7 @@ class Intake:
         matched   patterns that name files
         """
         for where, text in _paths(top):
-            path = str(folder / _home(text))
+            path = str(folder / with_home(text))
             if not where.endswith(".path") or not is_local(text) or is_there(path):
                 continue
             if path in matched:
@@ -511,7 +511,7 @@ class Intake:
 
         Workers look again for what it names, whenever the job starts.
         """
-        path = (folder / _home(pattern)).resolve()
+        path = (folder / with_home(pattern)).resolve()
         own = path.is_relative_to(folder.resolve())
         return not (user.admin or own) and may_enter(str(path), str(self._run))
 
@@ -552,7 +552,7 @@ class Intake:
 
 
 def _absent_data(where: str, text: str, uploads: Sequence[str]) -> SubmissionRefused:
-    if _home(text).is_absolute():
+    if with_home(text).is_absolute():
         return SubmissionRefused(
             "a data file is not there",
             **{where: text},
@@ -647,14 +647,6 @@ def _data_paths(where: str, data: object) -> Iterator[tuple[str, str]]:
     elif isinstance(data, dict):
         yield from _text(f"{where}.path", data.get("path"))
         yield from _data_paths(f"{where}.more", data.get("more"))
-
-
-def _home(text: str) -> Path:
-    """As job files read it: a home that nobody has is none."""
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:
-        return Path(text).absolute()
 
 
 def _at(section: object, key: str) -> Any:

@@ -22,7 +22,7 @@ from tlora_fx.config.job_file import (
     mistakes_of_text,
     yaml_text,
 )
-from tlora_fx.config.paths import is_there
+from tlora_fx.config.paths import is_there, with_home
 from tlora_fx.config.sweep import KeyPath
 from tlora_fx.errors import ImportRefused, nearest
 
@@ -228,7 +228,7 @@ class Draft:
         """
         if not isinstance(value, str) or not value or "\0" in value:
             return value
-        written = Path(value).expanduser()
+        written = with_home(value)
         folders = (Path.cwd(), self.source.absolute().parent)
         there = next((folder / written for folder in folders if is_there(folder / written)), None)
         if there is None and not is_written_as_path(value) and not value.endswith(DATA_SUFFIXES):

@@ -22,6 +22,7 @@ from tlora_fx.config.imports.parts import (
     put_data,
 )
 from tlora_fx.config.imports.trainer import DEFAULTS, carry_trainer
+from tlora_fx.config.paths import with_home
 
 TYPICAL = frozenset({
     "stage", "finetuning_type", "template", "cutoff_len", "dataset_dir", "lora_target",
@@ -306,7 +307,7 @@ def _dataset_info(draft: Draft) -> tuple[Mapping[str, Any], str]:
     written = folder if isinstance(folder, str) and "\0" not in folder else "data"
     roots = (Path.cwd(), draft.source.absolute().parent)
     for root in roots:
-        file = root / Path(written).expanduser() / "dataset_info.json"
+        file = root / with_home(written) / "dataset_info.json"
         try:
             if not file.is_file() or file.stat().st_size > _INFO_BYTES:
                 continue
