@@ -66,6 +66,26 @@ def test_other_messages_of_the_same_libraries_are_told(name):
     assert told == ["something else", f"later: {NOTICES[name]}"]
 
 
+@pytest.mark.parametrize("named", ["folder", "argument"])
+def test_a_name_that_is_not_utf8_is_refused_before_anything_is_made(
+    tmp_path, monkeypatch, capsys, named
+):
+    """No tokenizer opens it, and no ledger holds it; its bytes are spelled out."""
+    name = os.fsdecode(b"t\xe4st")
+    folder = tmp_path / (name if named == "folder" else "plain")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as end:
+        main(["run", "jobs", "-o", name if named == "argument" else "out"])
+
+    said = capsys.readouterr().err
+    assert end.value.code == 1
+    assert "error[T0002]" in said
+    assert f"  {named}" in said
+    assert "t\\xe4st" in said
+    assert list(folder.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -7,7 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 
 import typer
@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from tlora_fx.cli.arguments.options import Interrupted, command_group
 from tlora_fx.cli.arguments.synonyms import in_job_file, suggested
-from tlora_fx.errors import TloraError, printable
+from tlora_fx.errors import NameNotUtf8, TloraError, printable
 from tlora_fx.host import collector
 from tlora_fx.host.early_end import TERMINATED
 from tlora_fx.host.environment import require_known_values
@@ -109,6 +109,7 @@ def _run(given: list[str]) -> None:
     try:
         if asked is not None and not {"--help", "-h"} & {*given}:
             require_known_values()
+            _require_utf8(given)
             thread_rules.set_up()  # before torch is imported
         with without_foreign_notices(), _leading_to_the_job_file(asked, given):
             _app(asked)(given, prog_name="tlora-fx")
@@ -130,6 +131,25 @@ def _run(given: list[str]) -> None:
     except (KeyboardInterrupt, Interrupted) as stop:
         _say(f"interrupted: {stop}" if str(stop) else "interrupted")
         sys.exit(INTERRUPTED)
+
+
+def _require_utf8(words: list[str]) -> None:
+    """Refuse a current folder or arguments that no tokenizer or ledger could hold.
+
+    raises   NameNotUtf8
+    """
+    named = [("argument", word) for word in words]
+    with suppress(OSError):  # it was removed
+        named.append(("folder", os.getcwd()))  # noqa: PTH109  (as text)
+    for kind, text in named:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise NameNotUtf8(
+                "a name is not UTF-8",
+                **{kind: os.fsencode(text).decode("utf-8", "backslashreplace")},
+                help="rename it; where it is right and the locale is another, set PYTHONUTF8=1",
+            ) from error
 
 
 @contextmanager

@@ -9,6 +9,13 @@ class EnvironmentVariableWrong(TloraError, code="T0001"):
     """An environment variable has a value that tlora-fx does not know (`docs/environment.md`)."""
 
 
+class NameNotUtf8(TloraError, code="T0002"):
+    """The current folder or an argument has a name that is not UTF-8.
+
+    Rename it. Where the name is right and the locale is another one, set `PYTHONUTF8=1`.
+    """
+
+
 class OptimizerError(TloraError, code="T0401"):
     """A job's optimizer or learning rate schedule does not exist or fails.
 
