@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests import fresh
+from tlora_fx.cli import main
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 #: Folders of the cache that a start reads.
@@ -135,3 +136,18 @@ def test_a_prepared_start_imports_no_library_that_it_does_not_use(trained):
 
     assert {"torch", "transformers", "tlora_fx.runtime.trainer"} <= set(modules)
     assert unused & set(modules) == set()
+
+
+def test_a_cache_that_cannot_be_filled_is_refused_before_anything_is_read(
+    tmp_path, monkeypatch, capsys
+):
+    """Filling it is all that the command is for; a file stands where the folder should be."""
+    (tmp_path / "cache").touch()
+    monkeypatch.setenv("TLORA_FX_CACHE", str(tmp_path / "cache" / "mine"))
+    with pytest.raises(SystemExit) as end:
+        main(["prepare", str(tmp_path / "jobs.yaml")])
+
+    said = capsys.readouterr().err
+    assert end.value.code == 1
+    assert "error[T0001] the cache cannot be written" in said
+    assert "TLORA_FX_CACHE" in said

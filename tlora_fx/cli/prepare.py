@@ -20,7 +20,10 @@ from tlora_fx.cli.arguments.start_options import (
     start_processes,
 )
 from tlora_fx.cli.terminal import Console, bare_table, print_whole
+from tlora_fx.errors import EnvironmentVariableWrong
 from tlora_fx.host import phases
+from tlora_fx.host.environment import CACHE
+from tlora_fx.host.paths import cache_folder, why_unwritable
 from tlora_fx.host.phases import phase
 
 if TYPE_CHECKING:
@@ -78,11 +81,24 @@ def _require_right(options: StartOptions, *, has_device: bool) -> Sequence[Job]:
     """The jobs, after all checks that need no torch; raises TloraError."""
     from tlora_fx.runtime.launching.early_checks import require_data_and_base
 
+    _require_cache()
     jobs = read_jobs(options)
     if has_device:
         require_start(options, jobs)
     require_data_and_base(jobs, weights=has_device)
     return jobs
+
+
+def _require_cache() -> None:
+    """Refuse a cache that cannot be filled; raises EnvironmentVariableWrong."""
+    folder = cache_folder()
+    if why := why_unwritable(folder):
+        raise EnvironmentVariableWrong(
+            "the cache cannot be written",
+            folder=folder,
+            found=why,
+            help=f"set {CACHE} to a folder that you may write to",
+        )
 
 
 def _prepare(options: StartOptions, launch: Launch | None, bars: Bars) -> None:

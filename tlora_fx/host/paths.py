@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tlora_fx.errors import EnvironmentVariableWrong
@@ -26,6 +27,16 @@ def profile_folders() -> list[Path]:
     if given := folder_in(PROFILES):
         return [given]
     return list(dict.fromkeys([profile_folder(), _default_folder() / "profiles"]))
+
+
+def why_unwritable(folder: Path) -> str:
+    """Reason why nothing can be written into a folder, which need not be there; "": it can be."""
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not there.is_dir():
+        return "a file of that name" if there == folder else f"{there} is a file"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} may not be written to, or is read-only"
+    return ""
 
 
 def _default_folder() -> Path:

@@ -15,6 +15,7 @@ from typing import IO, Any
 from tlora_fx.errors import MetricsError, RunFolderError, errors_as, nearest
 from tlora_fx.host.durable import replace_file, sync_folder
 from tlora_fx.host.formats import read_object, require_known_stamp, stamp
+from tlora_fx.host.paths import why_unwritable
 from tlora_fx.host.phases import StartRecord
 from tlora_fx.host.storage import append, until_there_is_room
 
@@ -582,11 +583,8 @@ def require_new(path: Path, *, among: Collection[str] = ()) -> None:
     among     names that may be there
     raises    RunFolderError
     """
-    there = next(each for each in (path, *path.absolute().parents) if each.exists())
-    if not there.is_dir():
-        raise unwritable(path, "a file of that name" if there == path else f"{there} is a file")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise unwritable(path, f"{there} may not be written to, or is read-only")
+    if why := why_unwritable(path):
+        raise unwritable(path, why)
     used = [name for name in _used(path) if name not in among]
     if used:
         help = "choose another folder with -o"
