@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tlora_fx.errors import CheckpointError
 from tlora_fx.host import storage
 from tlora_fx.host.durable import replace_file
-from tlora_fx.host.storage import append, is_full, missing_bytes, until_there_is_room
+from tlora_fx.host.storage import append, is_full, missing_bytes, os_errors, until_there_is_room
 
 MIB = 1 << 20
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -117,3 +123,42 @@ def test_a_line_is_appended_whole_or_not_at_all(tmp_path, room):
         append(file, b"three\n")
 
     assert path.read_bytes() == (b"one\nthree\n" if room < 4 else b"one\ntwo\nthree\n")
+
+
+@contextmanager
+def files_of_at_most(size):
+    """Inside, no file of this process may become larger; that fails as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def save_tokens(folder):
+    vocabulary = {f"word{each}": each for each in range(1000)}
+    Tokenizer(WordLevel(vocabulary, unk_token="word0")).save(str(folder / "tokenizer.json"))
+
+
+def save_tensors(folder):
+    save_file({"x": torch.zeros(10_000)}, folder / "x.safetensors")
+
+
+@pytest.mark.parametrize("save", [save_tokens, save_tensors])
+def test_a_file_that_a_library_in_rust_cannot_write_is_an_os_error(tmp_path, save):
+    """It raises a class of its own; who waits for room, or tells of a full disk, knows OSError."""
+    refused = pytest.raises(OSError, match="too large")
+    with refused as told, files_of_at_most(8192), os_errors(tmp_path):
+        save(tmp_path)
+
+    assert told.value.errno == errno.EFBIG
+    assert told.value.filename == str(tmp_path)
+
+
+def test_other_errors_stay_what_they_are(tmp_path):
+    """Also one of this name."""
+    for error in (ValueError("os error 28"), PermissionError(13, "x"), KeyError("(os error x)")):
+        with pytest.raises(type(error)) as told, os_errors(tmp_path):
+            raise error
+        assert told.value is error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,26 @@ def is_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+@contextmanager
+def os_errors(path: Path | str) -> Iterator[None]:
+    """Inside, what a library in Rust raises of a file is the OSError that it stands for.
+
+    tokenizers and safetensors raise other classes, whose text ends in "(os error 28)".
+
+    path     that it writes to
+    raises   OSError
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), str(path)) from error
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from tlora_fx.config.job import DataSpec, Job
 from tlora_fx.errors import MetricFunctionError, RunFolderError, TloraError, errors_as
 from tlora_fx.host.durable import link_or_copy, replace_file
 from tlora_fx.host.phases import StartRecord
-from tlora_fx.host.storage import until_there_is_room
+from tlora_fx.host.storage import os_errors, until_there_is_room
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.model.objectives import Objective, Scores
 from tlora_fx.runtime.adapters.files import (
@@ -555,5 +555,6 @@ def save_tokenizer(
             if not (folder / name).exists():
                 link_or_copy(path, folder / name)
         return {name: folder / name for name in others}
-    saved = (Path(path) for path in tokenizer.save_pretrained(str(folder)))
+    with os_errors(folder):
+        saved = [Path(path) for path in tokenizer.save_pretrained(str(folder))]
     return {str(path.relative_to(folder)): path for path in saved if path.is_file()}

@@ -14,6 +14,7 @@ from tlora_fx.config.adapter_folder import CONFIG, read_adapter_config, require_
 from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import kind_of, register_tuner
 from tlora_fx.errors import RunFolderError, TokenizerNotLoadable, errors_as, nearest
+from tlora_fx.host.storage import os_errors
 from tlora_fx.runtime.run_folder import JOB, require_new
 
 if TYPE_CHECKING:
@@ -107,9 +108,9 @@ def merge(adapter: Path, output: Path, shard_size: str = "5GB") -> Path:
     fresh = output.with_name(f".{output.name}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     try:
-        with _quiet(adapter):
+        with _quiet(adapter), os_errors(output):
             merged.save_pretrained(fresh, max_shard_size=shard_size)
-        _save_tokenizer(job, adapter, fresh)
+            _save_tokenizer(job, adapter, fresh)
         output.mkdir(parents=True, exist_ok=True)
         output.rmdir()
         fresh.rename(output)
