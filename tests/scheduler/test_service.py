@@ -144,6 +144,23 @@ def test_a_job_that_came_joins_the_group_that_runs(tmp_path):
         require_no_step_past_a_commit_twice(tmp_path / "run", name)
 
 
+def test_a_run_that_goes_on_after_its_clock_was_set_back_goes_on_in_time(tmp_path, monkeypatch):
+    """Nobody ends before it began, and who comes now comes after those who waited."""
+    for name in "ab":
+        write_job(tmp_path / "jobs", name, 60)
+    run_until_work(tmp_path)
+    before, time_of_day = records(tmp_path / "run"), time.time
+    monkeypatch.setattr(time, "time", lambda: time_of_day() - 86_400.0)
+    write_job(tmp_path / "jobs", "c", 20)
+    run(tmp_path / "jobs", tmp_path / "run")
+
+    require_trained_once(tmp_path / "run", {"a": 60, "b": 60, "c": 20})
+    jobs = records(tmp_path / "run")
+    times = [(job.request.submitted, job.first_started, job.ended) for job in jobs.values()]
+    assert [sorted(each) for each in times] == [list(each) for each in times]
+    assert jobs["c"].request.submitted > max(job.request.submitted for job in before.values())
+
+
 @pytest.mark.parametrize("days", [-1, 1])
 def test_a_clock_that_is_set_changes_no_decision(tmp_path, monkeypatch, days):
     """A job that comes afterwards joins the group that runs, as it would have; nothing is lost."""

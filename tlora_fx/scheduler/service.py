@@ -319,7 +319,9 @@ def opened(
     with held(output) as folder:
         ledger = Ledger(output / LEDGER)
         started = float(ledger.fact("started", repr(time.time())))
-        recover(ledger, output, time.time() - started)
+        # A clock that was set back since does not bring the run's before what it has done.
+        now = max(time.time() - started, ledger.newest_time())
+        recover(ledger, output, now)
         if options.retries:
             ledger.retry()
         specs = {record.name: record.spec for record in ledger.active_jobs()}
@@ -329,7 +331,7 @@ def opened(
         )
         executor = options.executor(
             output, cluster, specs, server, options=options.local, sources=sources(ledger),
-            started=started, commits=ledger.record,
+            started=time.time() - now, commits=ledger.record,
         )  # fmt: skip
         admission = Admission(output, server, options.admission, options.admission_worker)
         try:

@@ -502,6 +502,19 @@ class Ledger:
         [(last,)] = self._rows("SELECT coalesce(max(epoch), 0) FROM epochs")
         return int(last) + 1
 
+    def newest_time(self) -> float:
+        """Newest time of a decision, a group or the end of a job; 0 where there is none.
+
+        raises   LedgerError
+        """
+        query = (
+            "SELECT max(time) FROM (SELECT time FROM decisions UNION ALL SELECT "
+            "max(launched, coalesce(started, 0), coalesce(ended, 0)) FROM epochs "
+            "UNION ALL SELECT ended FROM jobs)"
+        )
+        [(newest,)] = self._rows(query)
+        return float(newest or 0.0)
+
     def decisions(self) -> list[DecisionRecord]:
         """Records of decisions, without reasons; raises LedgerError."""
         return self._records(DecisionRecord)
