@@ -108,6 +108,44 @@ def test_a_job_that_waits_for_its_files_does_so_after_a_restart(tmp_path, monkey
     assert records(tmp_path / "run")["a"].reason == ""
 
 
+def test_a_run_that_is_killed_when_files_go_away_waits_for_them_once_it_goes_on(
+    tmp_path, monkeypatch
+):
+    """Killed after it has written that the group failed, and before anything else."""
+    write_job(tmp_path / "jobs", "a", 20)
+    gone, heard = tmp_path / "run" / GONE / "a", []
+    gone.parent.mkdir(parents=True)
+    gone.touch()
+
+    def restored(self, job):
+        if gone.exists():
+            raise FileNotFoundError("it is gone")
+
+    def die(self, now):
+        if self.loop.absent:
+            raise KeyboardInterrupt
+
+    def bring_back(it):
+        looked = (absent := it._absent.get("a")) and absent.pause > service.FILES_SECONDS
+        if looked and gone.exists():
+            gone.unlink()
+
+    monkeypatch.setattr(service, "FILES_SECONDS", 0.05)
+    monkeypatch.setattr(Prepared, "restored", restored)
+    monkeypatch.setattr(
+        Heard, "missed_files", lambda self, time, request, why: heard.append((request.name, why))
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(service.SchedulerService, "_set_aside", die)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "jobs", tmp_path / "run")
+    run(tmp_path / "jobs", tmp_path / "run", until=bring_back)
+
+    assert heard == [("a", "it is gone")]
+    require_trained_once(tmp_path / "run", {"a": 20})
+    assert records(tmp_path / "run")["a"].reason == ""
+
+
 def test_a_job_that_waits_for_its_files_goes_on_though_its_job_file_is_removed(
     tmp_path, monkeypatch
 ):

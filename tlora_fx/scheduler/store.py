@@ -288,9 +288,10 @@ class Ledger:
                 [(name, epoch) for name in group.jobs],
             )
             base.executemany(
-                "UPDATE jobs SET status = 'running', first_started = coalesce(first_started, ?) "
+                "UPDATE jobs SET status = 'running', first_started = coalesce(first_started, ?), "
+                "reason = CASE WHEN substr(reason, 1, ?) = ? THEN '' ELSE reason END "
                 "WHERE name = ? AND status IN ('queued', 'running')",
-                [(time, name) for name in group.jobs],
+                [(time, len(WAITS_FOR_FILES), WAITS_FOR_FILES, name) for name in group.jobs],
             )
         if origin is None:
             self._last_alive[epoch] = self._clock()
@@ -358,6 +359,8 @@ class Ledger:
                 case Failed(job=None):
                     _commit(base, event.epoch, event.steps, "")
                     self._end(base, event.epoch, f"failed: {event.reason}", event.time, now)
+                    # With the end itself: a run that is killed now waits for them when it goes on.
+                    _await_files(base, event.absent)
                 case Failed(job=str()):
                     _settle(base, str(event.job), "failed", event.reason, event.time)
                 case Drained():
@@ -390,14 +393,8 @@ class Ledger:
 
         until    how the reason begins: what the job waits for
         """
-        self._write(
-            "UPDATE jobs SET reason = ? WHERE name = ? AND status = 'queued' "
-            "AND (reason = '' OR substr(reason, 1, ?) = ?)",
-            f"{until}{reason}",
-            job,
-            len(until),
-            until,
-        )
+        with self._transition() as base:
+            _leave(base, job, reason, until)
 
     def take_up(self, job: str | None = None) -> None:
         """Jobs that could not go on may do so now: one, or with a new process all.
@@ -594,12 +591,26 @@ def _settle(base: sqlite3.Connection, job: str, status: str, reason: str, time: 
     )
 
 
-def _leave_out(base: sqlite3.Connection, epoch: int, names: Collection[str]) -> None:
-    """Jobs never joined the formation for which they were launched."""
+def _leave(base: sqlite3.Connection, job: str, reason: str, until: str) -> None:
+    base.execute(
+        "UPDATE jobs SET reason = ? WHERE name = ? AND status = 'queued' "
+        "AND (reason = '' OR substr(reason, 1, ?) = ?)",
+        (f"{until}{reason}", job, len(until), until),
+    )
+
+
+def _await_files(base: sqlite3.Connection, absent: Mapping[str, str]) -> None:
+    """Jobs wait until their files can be read, each with the reason why they cannot."""
+    for job, reason in absent.items():
+        _leave(base, job, reason, WAITS_FOR_FILES)
+
+
+def _leave_out(base: sqlite3.Connection, epoch: int, absent: Mapping[str, str]) -> None:
+    """Jobs never joined the formation for which they were launched: they wait for their files."""
     [(text,)] = base.execute("SELECT jobs FROM epochs WHERE epoch = ?", (epoch,)).fetchall()
-    rest = [name for name in json.loads(text) if name not in names]
+    rest = [name for name in json.loads(text) if name not in absent]
     base.execute("UPDATE epochs SET jobs = ? WHERE epoch = ?", (json.dumps(rest), epoch))
-    for name in names:
+    for name in absent:
         base.execute("DELETE FROM members WHERE job = ? AND epoch = ?", (name, epoch))
         base.execute(
             "UPDATE jobs SET status = 'queued', first_started = CASE WHEN steps > 0 OR EXISTS "
@@ -607,6 +618,7 @@ def _leave_out(base: sqlite3.Connection, epoch: int, names: Collection[str]) -> 
             "WHERE name = ? AND status = 'running'",
             (name,),
         )
+    _await_files(base, absent)
 
 
 def _end(base: sqlite3.Connection, epoch: int, how: str, time: float) -> None:
