@@ -101,6 +101,68 @@ def test_a_job_that_is_set_aside_is_given_up_for_its_failures_before(how):
     assert ("failed 3 times alone" in made.loop.ended["a"]) is (how == "set aside")
 
 
+def test_failures_count_though_another_process_goes_on():
+    """A job that was suspected runs alone there, and is given up as if nothing had happened."""
+    ledger = Ledger()
+    made = rig(Scripted(together("a", "b")), ledger=ledger)
+    for name in "ab":
+        made.loop.submit(request(name, steps=1000))
+    for names in ("ab", "a", "a"):
+        made.go(made.clock.now + 60.0)
+        [epoch] = [e for e, run in made.loop.running.items() if run.group.jobs == tuple(names)]
+        made.executor.fail_group(epoch, "out of memory")
+        made.loop.advance(made.clock.now)
+    again = rig(Scripted(together("a", "b")), ledger=ledger)
+    for name in "ab":
+        again.loop.submit(request(name, steps=1000))
+    again.loop.advance(0.0)
+    assert [run.group.jobs for run in again.loop.running.values()] == [("a",)]
+    again.executor.fail_group(max(again.loop.running), "out of memory")
+    again.loop.advance(0.0)
+
+    assert again.loop.ended["a"] == "failed: its group failed 3 times alone: out of memory"
+    assert ledger.failures("a") is None
+    assert ledger.failures("b")["shared"] == 1
+
+
+def test_progress_in_another_process_forgives_failures():
+    """And what is forgiven is forgiven in the next one too."""
+    ledger = Ledger()
+    made = rig(ledger=ledger)
+    made.loop.submit(request("a", steps=1000))
+    for _ in range(2):
+        made.go(made.clock.now + 60.0)
+        made.executor.fail_group(max(made.loop.running))
+        made.loop.advance(made.clock.now)
+    again = rig(ledger=ledger, faults=Faults(commit_seconds=10.0))
+    again.loop.submit(request("a", steps=1000))
+    again.go(60.0)
+    again.executor.fail_group(max(again.loop.running))
+    again.loop.advance(60.0)
+
+    assert (again.loop.retries.failures("a"), ledger.failures("a")["alone"]) == (1, 1)
+
+
+@pytest.mark.parametrize("how", ["drains", "fails"])
+def test_what_a_job_has_given_is_written_when_its_group_ends(how):
+    """No decision may come after it: the run may be over."""
+    ledger = Ledger()
+    made = rig(Scripted(together("a", "b")), refresh=0, ledger=ledger)
+    made.loop.submit(request("a", steps=1000, max_slowdown=1.0, max_slowdown_opt_in=3.0, gpus=2))
+    made.loop.submit(request("b", steps=1000, max_slowdown=3.0))
+    made.go(100.0)
+    if how == "fails":
+        made.executor.fail_group(1, blameless=True)
+        made.loop.stopping = True
+    else:
+        made.loop.drain_all(100.0)
+    made.loop.advance(100.0)
+
+    credit = {job.name: job.credit for job in ledger.active_jobs()}
+    assert credit["a"] == pytest.approx(100.0 * 2 * (1 - 1 / 1.5))
+    assert credit["b"] == pytest.approx(-credit["a"])
+
+
 def test_a_job_that_is_set_aside_knows_what_it_has_given():
     """Also since the last decision; its neighbour goes on with what it took."""
     made = rig(Scripted(together("a", "b")), refresh=0)

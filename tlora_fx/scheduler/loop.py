@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tlora_fx.cost.estimator import Estimator
 from tlora_fx.errors import ReplayOptionWrong, SubmittedTwice
@@ -94,11 +94,19 @@ class RetryPolicy:
 
     tries   failures alone, without progress between, after which a job is given up; where groups
             were killed from outside, that says less of their job, and `MAX_KILLS` are borne
+    keep    hears of records that have changed, by job; None: the job has none any more
     """
 
-    def __init__(self, tries: int) -> None:
+    def __init__(
+        self, tries: int, keep: Callable[[Mapping[str, object]], None] = lambda records: None
+    ) -> None:
         self.tries = tries
+        self._keep = keep
         self._records: dict[str, FailureRecord] = {}
+
+    def restore(self, name: str, saved: Mapping[str, Any]) -> None:
+        """Go on with a job's record of an earlier process, as `keep` heard it."""
+        self._records.setdefault(name, FailureRecord(**saved))
 
     def failed(self, jobs: Iterable[ActiveJob], *, killed: bool = False) -> list[ActiveJob]:
         """A group failed; its jobs' steps are settled. Returns those to give up.
@@ -121,6 +129,7 @@ class RetryPolicy:
             own = record.alone - record.killed
             if own >= self.tries or record.alone >= max(self.tries, MAX_KILLS):
                 lost.append(job)
+        self._keep({job.name: asdict(self._records[job.name]) for job in members})
         return lost
 
     def failures(self, name: str) -> int:
@@ -130,15 +139,21 @@ class RetryPolicy:
 
     def committed(self, steps: Mapping[str, float]) -> None:
         """Jobs got further: suspicion ends, unless it was raised too often."""
+        changed = {}
         for name, done in steps.items() if self._records else ():
             record = self._records.get(name)
             if record is not None and done > record.steps:
+                before = asdict(record)
                 record.suspect = record.shared >= self.tries
                 record.alone = record.killed = 0
+                changed |= {name: asdict(record)} if asdict(record) != before else {}
+        if changed:
+            self._keep(changed)
 
     def forget(self, name: str) -> None:
         """Forget a job that has ended."""
-        self._records.pop(name, None)
+        if self._records.pop(name, None) is not None:
+            self._keep({name: None})
 
     def suspects(self, name: str) -> bool:
         """Whether a job must run alone."""
@@ -299,7 +314,7 @@ class Events:
                 self.loop.park(name)
 
     def _drained(self, event: Drained, formation: Formation) -> None:
-        self.loop.credits.settle(formation, event.time)
+        self._settle(formation, event.time)
         self._committed(event.steps, formation)
         for name, steps in event.steps.items():
             if name in formation.jobs:
@@ -338,7 +353,7 @@ class Events:
     def _leaves(self, formation: Formation, name: str, reason: str, time: float) -> None:
         loop = self.loop
         job = formation.jobs[name]
-        loop.credits.settle(formation, time)
+        self._settle(formation, time)
         loop.callback.left(time, formation, job, reason)
         loop.formations.freed(name)
         self.ends(name, reason)
@@ -348,6 +363,13 @@ class Events:
         loop.formations.touched()
         if not formation.jobs and (formation.successor is None or not formation.successor.jobs):
             loop.formations.end(formation, "finished", time)
+
+    def _settle(self, formation: Formation, time: float) -> None:
+        """Write down what a formation's jobs have given: no decision may come after this."""
+        loop = self.loop
+        loop.credits.settle(formation, time)
+        if loop.ledger and loop.credits.used:
+            loop.ledger.set_credit({job.name: job.credit for job in formation.jobs.values()})
 
     def _without(self, formation: Formation, name: str) -> None:
         others = [other.request for key, other in formation.jobs.items() if key != name]
@@ -369,7 +391,7 @@ class Events:
     def _failed(self, event: Failed, formation: Formation) -> None:
         """A whole formation ended: its jobs go on from their last commits."""
         loop = self.loop
-        loop.credits.settle(formation, event.time)
+        self._settle(formation, event.time)
         for each in filter(None, (formation.successor, formation)):
             for name, job in each.jobs.items():
                 job.steps_done = event.steps.get(name, each.committed[name])
@@ -474,7 +496,8 @@ class Loop:
         self.callback = callback or Callback()
         self.times = times or StepTimes(estimator)
         self.window = Window(self.options.runnable)
-        self.retries = RetryPolicy(self.options.tries)
+        keep = {} if ledger is None else {"keep": ledger.note_failures}
+        self.retries = RetryPolicy(self.options.tries, **keep)
         self.credits = Credits(self.switch_seconds)
         self.formations = Formations(executor, ledger, self.callback, layout_of)
         self.decision = Decision(())
@@ -536,6 +559,8 @@ class Loop:
         self.ended[name] = ""
         if self.ledger:
             self.ledger.submit(request)
+            if (saved := self.ledger.failures(name)) is not None:
+                self.retries.restore(name, saved)
         job = ActiveJob(request, solo, min(steps_done, float(request.steps)), credit)
         self.credits.open(job)
         self.callback.submitted(max(self.now, request.submitted), job)

@@ -773,7 +773,7 @@ class SchedulerService:
             self._absent[record.name] = AbsentFiles(record.steps, pause, time.monotonic() + pause)
             # The ledger has the credit of the last decision.
             self._left[record.name] = next(self._places), replace(record, credit=job.credit)
-            self.ledger.set_credit(record.name, job.credit)
+            self.ledger.set_credit({record.name: job.credit})
             self.ledger.leave(record.name, reason, WAITS_FOR_FILES)
             self._restate(record.name, "queued")
             self.callback.missed_files(now, record.request, reason)

@@ -64,6 +64,7 @@ CREATE TABLE IF NOT EXISTS origins (name TEXT PRIMARY KEY, path TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS members (
     job TEXT NOT NULL, epoch INTEGER NOT NULL, PRIMARY KEY (job, epoch)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS decided (job TEXT PRIMARY KEY, decision INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS failures (job TEXT PRIMARY KEY, record TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS rungs (
     job TEXT NOT NULL, step INTEGER NOT NULL, loss REAL NOT NULL, kept INTEGER,
     PRIMARY KEY (job, step)) WITHOUT ROWID;
@@ -231,11 +232,12 @@ class Ledger:
                 "status = 'refused' AND first_started IS NULL)",
                 (name,),
             )
-            base.execute(
-                "DELETE FROM rungs WHERE job = ? "
-                "AND NOT EXISTS (SELECT 1 FROM jobs WHERE name = job)",
-                (name,),
-            )
+            for table in ("rungs", "failures"):
+                base.execute(
+                    f"DELETE FROM {table} WHERE job = ? "  # noqa: S608  (names of ours)
+                    "AND NOT EXISTS (SELECT 1 FROM jobs WHERE name = job)",
+                    (name,),
+                )
             base.execute(
                 "INSERT OR IGNORE INTO jobs (name, request, spec, status, reason) "
                 "VALUES (?, ?, ?, ?, ?)",
@@ -384,9 +386,31 @@ class Ledger:
         with self._transition() as base:
             _settle(base, job, "failed", reason, time)
 
-    def set_credit(self, job: str, credit: float) -> None:
-        """Record the credit of a job that no decision sees for a while."""
-        self._write("UPDATE jobs SET credit = ? WHERE name = ?", credit, job)
+    def set_credit(self, credit: Mapping[str, float]) -> None:
+        """Record the credit of jobs that no decision may see for a while."""
+        with self._transition() as base:
+            base.executemany(
+                "UPDATE jobs SET credit = ? WHERE name = ?",
+                [(amount, name) for name, amount in credit.items()],
+            )
+
+    def note_failures(self, records: Mapping[str, object]) -> None:
+        """Remember how often groups of jobs failed, as JSON; None: forget it."""
+        with self._transition() as base:
+            for job, record in records.items():
+                if record is None:
+                    base.execute("DELETE FROM failures WHERE job = ?", (job,))
+                else:
+                    row = (job, json.dumps(record))
+                    base.execute("INSERT OR REPLACE INTO failures VALUES (?, ?)", row)
+
+    def failures(self, job: str) -> Mapping[str, Any] | None:
+        """What `note_failures` noted of a job; None: nothing. Raises LedgerError."""
+        for (text,) in self._rows("SELECT record FROM failures WHERE job = ?", job):
+            with reading(self.path):
+                record: Mapping[str, Any] = json.loads(text)
+                return record
+        return None
 
     def leave(self, job: str, reason: str, until: str = LEFT_WAITING) -> None:
         """A job that is in no group cannot go on now, until `take_up`.

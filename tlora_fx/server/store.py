@@ -485,7 +485,7 @@ class ServiceStore(ServiceLedger):
         self._add_total(job.user, state, -1)
         for table in ("owned", "jobs", "origins", "summaries"):
             self.rows(f"DELETE FROM {table} WHERE name = ?", job.name)  # noqa: S608  (ours)
-        for table in ("members", "decided"):
+        for table in ("members", "decided", "failures"):
             self.rows(f"DELETE FROM {table} WHERE job = ?", job.name)  # noqa: S608  (ours)
         there = self.folder.parent / job.name
         aside = self.folder.parent / replaced_folder(job.number, job.name)
