@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import threading
+import unicodedata
 from functools import partial
 from pathlib import Path
 
@@ -90,6 +91,24 @@ def test_an_upload_may_be_called_in_any_script(asked, name):
 
     answer = it.submit(job_file("a", data=name), files={name: sha256})
     assert answer.status_code == 201, answer.text
+
+
+@pytest.mark.parametrize("data", ["é/ré.jsonl", "./é/ré.jsonl", "é/r*.jsonl"])
+@pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC"), ("NFD", "NFD")])
+def test_an_upload_is_found_though_its_accents_are_parted_from_their_letters(asked, data, forms):
+    """By macOS in names of files, or by an editor in the job file; the folder has it once."""
+    written = unicodedata.normalize(forms[0], data)
+    sent = unicodedata.normalize(forms[1], "é/ré.jsonl")
+    it = asked()
+    sha256 = it.upload(b'{"text": "hello"}\n')
+    answer = it.submit(job_file("a", data=written), files={sent: sha256})
+
+    assert (answer.status_code, answer.json().get("what")) == (201, None)
+    [job] = it.service.store.inbox.iterdir()
+    [entry] = yaml.safe_load(job.read_text())["jobs"]
+    path = Path(entry["data"]["path"])
+    [found] = path.parent.glob(path.name)
+    assert list(path.parent.iterdir()) == [found]
 
 
 @pytest.mark.parametrize(

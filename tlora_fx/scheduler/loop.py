@@ -139,7 +139,7 @@ class RetryPolicy:
 
     def committed(self, steps: Mapping[str, float]) -> None:
         """Jobs got further: suspicion ends, unless it was raised too often."""
-        changed = {}
+        changed: dict[str, object] = {}
         for name, done in steps.items() if self._records else ():
             record = self._records.get(name)
             if record is not None and done > record.steps:

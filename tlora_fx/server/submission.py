@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import os
+import posixpath
 import re
 import secrets
 import shlex
@@ -26,7 +27,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tlora_fx.config.base_files import cached_folder, require_base_there
 from tlora_fx.config.base_spec import is_written_as_path
@@ -337,10 +338,11 @@ class Intake:
             path.write_bytes(job_file.encode())
         except UnicodeEncodeError as error:
             raise SubmissionRefused("the job file is not UTF-8", found=error.reason) from None
-        for name, sha256 in files.items():
-            self.place(user, folder, name, sha256)
         try:
             top = read_yaml(path).value
+            named = _names_in(top)
+            for name, sha256 in files.items():
+                self.place(user, folder, named(name), sha256)
             count, names = _entries(top)
             self.store.require_quota(
                 user, count, priority, [full_name(user.name, n) for n in names]
@@ -568,6 +570,26 @@ def _absent_data(where: str, text: str, uploads: Sequence[str]) -> SubmissionRef
         help="send it with the job file: tlora-fx client submit JOBS.yaml --upload "
         f"{shlex.quote(text)}",
     )
+
+
+def _names_in(top: object) -> Callable[[str], str]:
+    """How a job file spells the name of an upload: its accents, that is.
+
+    A letter with an accent may be one character (NFC) or two (NFD): macOS sends names of files in
+    two, and editors write one.
+    """
+    texts = [posixpath.normpath(text) for _, text in _paths(top)]
+    spelled = {unicodedata.normalize("NFC", text): text for text in texts}
+    # A pattern names files of its own spelling.
+    usual: list[Literal["NFC", "NFD"]] = ["NFC", "NFD"]
+    whole = "\n".join(texts)
+    form = next((form for form in usual if unicodedata.is_normalized(form, whole)), None)
+
+    def named(name: str) -> str:
+        other = name if form is None else unicodedata.normalize(form, name)
+        return spelled.get(unicodedata.normalize("NFC", name), other)
+
+    return named
 
 
 def is_upload_name(name: str) -> bool:
