@@ -217,7 +217,8 @@ class OperatorNotRegistrable(CompileError, code="T0253"):
     """A package's registration of an operator does not fit the operator's schema.
 
     Name arguments as `torch.library` was told, and the row's tables as `tlora_fx.ops.JobOperator`
-    lists them.
+    lists them. Operators of the namespaces `aten`, `prims` and `tlora_fx` are refused: they have
+    rules already. Operators of other packages are taken, those of torch among them.
     """
 
 
