@@ -53,6 +53,45 @@ def losses(folder):
     }
 
 
+#: `tlora-fx`, whose job file is written anew as soon as it was checked.
+EDITED = """
+import sys
+from pathlib import Path
+from tlora_fx.cli import main
+from tlora_fx.runtime.launching import early_checks
+
+check = early_checks.require_data_and_base
+
+def check_and_edit(jobs, **options):
+    check(jobs, **options)
+    path = Path(sys.argv[2])
+    path.write_text(path.read_text().replace("max_steps: 2", "max_steps: 4"))
+
+early_checks.require_data_and_base = check_and_edit
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_job_file_that_is_edited_while_a_run_starts_is_trained_as_it_was_checked(
+    tmp_path, processes
+):
+    """By all processes: it is read once, however long their imports take."""
+    shutil.copytree(QUICKSTART, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "jobs.yaml"
+    content = yaml.safe_load(path.read_text())
+    content["jobs"] = [content["jobs"][-1] | {"max_steps": 2, "per_device_train_batch_size": 2}]
+    path.write_text(yaml.safe_dump(content))
+    config = tmp_path / "base" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 2}))
+    words = ["train", path, "-o", tmp_path / "run", "--device", "cpu", "--gpus", processes]
+    told = fresh.run("-c", EDITED, *words)
+
+    assert told.returncode == 0, told.stderr
+    assert "max_steps: 4" in path.read_text()
+    assert [len(each) for each in losses(tmp_path / "run").values()] == [2]
+
+
 #: `tlora-fx`, killed as soon as a checkpoint of it is there, in the middle of a round.
 DIES = """
 import os, signal, sys

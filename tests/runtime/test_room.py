@@ -106,7 +106,9 @@ def test_every_plan_of_the_command_line_is_looked_at(monkeypatch, tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
     options = start_options.StartOptions(jobs=path, max_row_tokens=64, plan="single")
 
-    samples, model = start_options.compiled_with_data(options, JobClocks())
+    samples, model = start_options.compiled_with_data(
+        options, start_options.read_jobs(options), JobClocks()
+    )
     plan = start_options.planned(options, Launch(), None, model, samples, None)
 
     ((given, chosen, _, tokens),) = seen

@@ -72,7 +72,7 @@ def run(options: StartOptions) -> None:
 
         def work() -> None:
             with bars:
-                _prepare(options, launch if has_device else None, bars)
+                _prepare(options, launch if has_device else None, bars, jobs)
 
         exits_at_once(work, launch, lambda: AGAIN)
 
@@ -101,7 +101,7 @@ def _require_cache() -> None:
         )
 
 
-def _prepare(options: StartOptions, launch: Launch | None, bars: Bars) -> None:
+def _prepare(options: StartOptions, launch: Launch | None, bars: Bars, jobs: Sequence[Job]) -> None:
     """Fill what can be filled, and say what was.
 
     launch   None where no device is to run anything
@@ -113,13 +113,13 @@ def _prepare(options: StartOptions, launch: Launch | None, bars: Bars) -> None:
     if launch is None:
         known = caches(gpu=False, compiled=False)
         before = [cache.entries() for cache in known]
-        data, model = compiled_with_data(options)
+        data, model = compiled_with_data(options, jobs)
         digest_data(model, data)
     else:
         gpu = launch.device(options.device).type == "cuda"
         known = caches(gpu=gpu, compiled=options.compiled)
         before = [cache.entries() for cache in known]
-        arranged = arrange(options, launch, bars)
+        arranged = arrange(options, launch, bars, jobs)
         data, model = arranged.data, arranged.model
         rows = StepOptions(options.max_row_tokens, options.compiled, options.cuda_graphs)
         warm_up(model, data, arranged.plan, arranged.device, rows, bars.warned)

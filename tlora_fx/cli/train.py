@@ -148,7 +148,7 @@ def _run(options: TrainOptions, jobs: Sequence[Job], *, leads: bool) -> None:
         def work() -> None:
             # Whoever meets an error says it, and may end the process at once.
             with bars, _starting(options.output, () if options.resume else jobs):
-                runs = _train(options, launch, bars)
+                runs = _train(options, launch, bars, jobs)
             if any(job.status == "failed" for job in runs):
                 sys.exit(1)
 
@@ -184,7 +184,9 @@ def _starting(output: Path, jobs: Sequence[Job]) -> Iterator[None]:
         raise
 
 
-def _train(options: TrainOptions, launch: Launch, bars: Bars) -> Sequence[JobRun]:
+def _train(
+    options: TrainOptions, launch: Launch, bars: Bars, jobs: Sequence[Job]
+) -> Sequence[JobRun]:
     with phase("imports"):
         from tlora_fx.runtime.callbacks import Callbacks, callback_named
         from tlora_fx.runtime.checks import unusual
@@ -192,7 +194,7 @@ def _train(options: TrainOptions, launch: Launch, bars: Bars) -> Sequence[JobRun
 
     callbacks = [callback_named(name) for name in options.callback or ()]
     resumed = options.output if options.resume else None
-    arranged = arrange(options, launch, bars, resumed=resumed, replan=options.replan)
+    arranged = arrange(options, launch, bars, jobs, resumed=resumed, replan=options.replan)
     model, data, plan = arranged.model, arranged.data, arranged.plan
     for text in _warnings(options, plan, launch.size):
         bars.warned(text)

@@ -174,12 +174,14 @@ def arrange(
     options: StartOptions,
     launch: Launch,
     bars: Bars,
+    jobs: Sequence[Job],
     *,
     resumed: Path | None = None,
     replan: bool = False,
 ) -> Arranged:
     """Join the other processes, trace and fuse the jobs, read their data, and choose a plan.
 
+    jobs      as the first process has read them; of the others nobody asks
     resumed   folder of the run that goes on
     replan    switch to the plan that it has proposed
     raises    TloraError
@@ -197,7 +199,9 @@ def arrange(
         everyone = Ranks(join(launch, device))
     memory = memory_bytes(device, everyone)
     clocks = everyone.from_leader(JobClocks(kept=clocks_in(resumed) if resumed else {}))
-    data, model = everyone.together(lambda: compiled_with_data(options, clocks))
+    # A file that is edited meanwhile is read by nobody again: all train the same.
+    jobs = everyone.from_leader(tuple(jobs))
+    data, model = everyone.together(lambda: compiled_with_data(options, jobs, clocks))
     basis = None
     if options.plan == "auto":
         from tlora_fx.runtime.auto_plan import plan_basis
@@ -224,7 +228,7 @@ def arrange(
 
 
 def compiled_with_data(
-    options: StartOptions, clocks: JobClocks | None = None
+    options: StartOptions, jobs: Sequence[Job], clocks: JobClocks | None = None
 ) -> tuple[Mapping[str, JobData], SuperModel]:
     """The data and the compiled model; no weight is loaded yet.
 
@@ -233,16 +237,14 @@ def compiled_with_data(
     """
     with phase("imports"):
         from tlora_fx.compiler import compile
-        from tlora_fx.config.job_file import load_job_file
         from tlora_fx.runtime.checks import load_all_data
         from tlora_fx.tools.replay import keep_replay
 
-    job_file = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
     on_failure = partial(keep_replay, Path("tlora-fx-replay"))
     passes = options.passes()
-    model = compile(job_file, passes, on_failure=on_failure)
+    model = compile(jobs, passes, on_failure=on_failure)
     # What a job asks of the base is wrong more often than a late row of its data.
-    return load_all_data(job_file.jobs, clocks), model
+    return load_all_data(jobs, clocks), model
 
 
 def planned(
