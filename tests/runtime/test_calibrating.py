@@ -10,8 +10,11 @@ import torch.distributed as dist
 
 from tests.cost.facts import small_model, small_round
 from tests.parallel.processes import run_processes
+from tests.runtime.groups import make_job, tiny_base
+from tlora_fx.compiler import compile
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.plan import MeshShape
+from tlora_fx.errors import NotProfilable
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.planners.auto import search
 from tlora_fx.runtime.distributed import Ranks
@@ -33,6 +36,13 @@ def test_a_model_is_calibrated_and_stays_without_weights(tmp_path: Path) -> None
     assert profile.hardware.gpu == "cpu"
     assert all(point.forward_ms > 0 for layer in profile.layers for point in layer.points)
     assert search(model, profile, small_round(), 4).best().estimate is not None
+
+
+def test_a_base_without_layers_is_refused_with_the_plan_to_name(tmp_path: Path) -> None:
+    """Of one layer none folds, so that `auto` has nothing to choose a plan by."""
+    model = compile([make_job(tiny_base(tmp_path / "base", num_hidden_layers=1), "a")])
+    with pytest.raises(NotProfilable, match="--plan replicated"):
+        calibrate(model, Ranks(Mesh.alone(CPU)), Launch(), small_round(), CPU)
 
 
 def calibrated_together(folder: Path) -> tuple[str, list[str], int]:

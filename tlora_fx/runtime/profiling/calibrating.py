@@ -18,6 +18,7 @@ from tlora_fx.cost.hardware import Gpu, LinkTier, gpu_of_device
 from tlora_fx.cost.load import Round
 from tlora_fx.cost.model_facts import CAPTURED_TOKENS, ModelFacts
 from tlora_fx.cost.profile import CollectivePoint, LayerPoint, Profile
+from tlora_fx.errors import NotProfilable
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.shallow import fill_at_random
 from tlora_fx.runtime.distributed import Ranks
@@ -69,9 +70,10 @@ def calibrate(
 
     work        a round as it will come
     compiled    layers will be compiled; they are timed as they are
-    raises      RankFailed, TloraError, on every process
+    raises      NotProfilable where the base has no layers; RankFailed, TloraError, on every process
     """
     facts = facts_of(model)
+    ranks.together(lambda: _require_layers(facts))
     sheet = ranks.together(lambda: _sheet(facts, device) if ranks.mesh.leader else None)
     points = ranks.together(
         lambda: layer_points(model, facts, work, launch.size, device) if ranks.mesh.leader else {}
@@ -83,6 +85,16 @@ def calibrate(
     found = ranks.from_leader(profile)
     assert found is not None
     return found
+
+
+def _require_layers(facts: ModelFacts) -> None:
+    if not facts.layers:
+        raise NotProfilable(
+            "the base was compiled without layers, so there is none to time for a plan",
+            base=facts.title,
+            help="name a plan, such as --plan replicated; `tlora-fx explain` says why its layers "
+            "do not fold",
+        )
 
 
 def _sheet(facts: ModelFacts, device: torch.device) -> Gpu:
