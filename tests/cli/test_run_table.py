@@ -88,3 +88,22 @@ def test_a_terminal_shows_the_table_and_keeps_the_lines(tmp_path):
     assert "group 1 on" in told
     assert "a done after 30 steps" in told
     assert "slowdown" in told
+
+
+def test_a_group_that_goes_on_without_who_should_have_joined_says_who_trains():
+    """The one whose files are away has a line of its own."""
+    output = io.StringIO()
+    page = Page(Console(file=output))
+    for came in ((), ("b",)):
+        page.launched(
+            3.0,
+            SimpleNamespace(
+                origin=1, epoch=2, came=came, went=(), group=SimpleNamespace(jobs=("a", *came))
+            ),
+        )
+
+    lines = [line.strip() for line in output.getvalue().splitlines()]
+    assert lines == [
+        "3.0 s  group 1 goes on as 2: a as before",
+        "3.0 s  group 1 goes on as 2: b joins",
+    ]

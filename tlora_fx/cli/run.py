@@ -222,7 +222,9 @@ class Page(Callback):
     def launched(self, time: float, formation: Formation) -> None:
         if formation.origin is not None:
             joins = [f"{name} joins" for name in formation.came]
-            what = ", ".join([*joins, *(f"{name} leaves" for name in formation.went)])
+            changes = [*joins, *(f"{name} leaves" for name in formation.went)]
+            # Who should have joined may have been kept away by its files, which is told too.
+            what = ", ".join(changes) or f"{', '.join(formation.group.jobs)} as before"
             self._say_at(time, f"group {formation.origin} goes on as {formation.epoch}: {what}")
             return
         jobs = ", ".join(formation.group.jobs)
