@@ -47,6 +47,14 @@ def test_an_equal_graph_is_tried_once(tmp_path, tried):
     assert not first.skipped
 
 
+def test_an_equal_base_in_another_folder_is_not_tried_again(tmp_path, tried):
+    """Nothing of what the probe computes depends on where a config lies."""
+    for name in ("here", "there"):
+        compile([job("one", base_of(tmp_path / name, "llama", num_hidden_layers=2), r=4)])
+
+    assert tried == ["tried"]
+
+
 @pytest.mark.parametrize("change", [{"rms_norm_eps": 1e-4}, {"r": 8}])
 def test_another_base_or_adapter_is_tried_anew(tmp_path, tried, change):
     """By its config, by its rank."""

@@ -9,6 +9,7 @@ A base that is given as a Python module is tried each time, for its weights and 
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -29,6 +30,7 @@ from tlora_fx.ir.verifier import fingerprint
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.numerics.base_alone import load_gpu_code
 from tlora_fx.numerics.probe import ProbeResult, probe_compiled, probe_loaded
+from tlora_fx.tracing.trace_cache import tensor_digest
 
 #: Rooms whose code the probe, or what made its graph, may run.
 ROOMS = (
@@ -138,13 +140,32 @@ def _key(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job], *more: obje
         fingerprint(group).code,
         group.form,
         group.compute,
-        backbone.fingerprint(),
+        _base(backbone),
         sorted(set(_code(backbone.model))),
         [source_of(module) for block in group.blocks.values() for _, module in block.joint],
         adapters,
         *more,
     )
     return hashlib.sha256(repr(described).encode()).hexdigest()
+
+
+def _base(backbone: Backbone) -> object:
+    """What decides how a base computes, wherever its folder is: its config, shapes and buffers."""
+    spec, model = backbone.spec, backbone.model
+    if spec.module is not None:
+        return backbone.fingerprint()
+    config = {
+        name: value for name, value in backbone.config.to_dict().items() if name != "_name_or_path"
+    }
+    return (
+        json.dumps(config, default=str, sort_keys=True),
+        (spec.seed, spec.is_classifier, spec.model is None),
+        [(name, str(p.dtype), tuple(p.shape)) for name, p in model.named_parameters()],
+        [
+            (name, tensor_digest(backbone.values.get(name, buffer)))
+            for name, buffer in model.named_buffers()
+        ],
+    )
 
 
 def _code(model: nn.Module) -> Iterator[str]:

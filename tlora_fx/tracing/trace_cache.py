@@ -401,7 +401,7 @@ def _base(backbone: Backbone) -> object:
         [_class(kind) for kind in kinds],
         [(path, _module(module)) for path, module in model.named_modules(remove_duplicate=False)],
         [(n, tuple(p.shape), str(p.dtype)) for n, p in parameters],
-        [(n, _tensor(backbone.values.get(n, b))) for n, b in model.named_buffers()],
+        [(n, tensor_digest(backbone.values.get(n, b))) for n, b in model.named_buffers()],
     )
 
 
@@ -430,7 +430,7 @@ def _literal(value: Any) -> str:
     if isinstance(value, (set, frozenset)):
         return f"set [{', '.join(sorted(map(_literal, value)))}]"
     if isinstance(value, Tensor):
-        return repr(_tensor(value))
+        return repr(tensor_digest(value))
     if isinstance(value, functools.partial):
         return f"partial {_literal((value.func, value.args, value.keywords))}"
     if callable(value) and not isinstance(value, nn.Module):
@@ -438,7 +438,8 @@ def _literal(value: Any) -> str:
     return f"object {_name(type(value))}"
 
 
-def _tensor(tensor: Tensor) -> object:
+def tensor_digest(tensor: Tensor) -> object:
+    """A tensor's shape and dtype, and a hash of its bytes if it is not on meta."""
     if tensor.is_meta:
         return (tuple(tensor.shape), str(tensor.dtype))
     content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
