@@ -439,6 +439,8 @@ def matrices_on_meta() -> Iterator[None]:
         ours = threading.get_ident() == builder
         if ours and param is not None and param.dim() > 1 and not param.is_meta:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+            # transformers then draws no numbers for it: they go nowhere, and take a millisecond.
+            param._is_hf_initialized = True  # type: ignore[attr-defined]
         original(module, name, param)
 
     with _BUILDING:
