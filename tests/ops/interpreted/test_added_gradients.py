@@ -155,9 +155,11 @@ def test_a_model_has_the_gradients_of_a_sum_behind_the_backward(
 ):
     """Of two rows, launched and in compiled layers.
 
-    Kernels add those of all adapters, but of DoRA, whose norms read the adapters too.
+    Kernels add those of all adapters, but of DoRA, whose norms read the adapters too. Layers that
+    are compiled share their code.
     """
-    base = base_of(tmp_path, "llama", dtype="float32", num_hidden_layers=2)
+    layers = 1 + compiled
+    base = base_of(tmp_path, "llama", dtype="float32", num_hidden_layers=layers)
     jobs = [job(f"job-{n}", base, n, r=4 << n, target_modules="all-linear", **lora_fields)
             for n in range(2)]  # fmt: skip
     parts = [[tokens((5, 9), seed), tokens((6,), seed + 1)] for seed in (1, 3)]
