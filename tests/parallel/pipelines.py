@@ -240,13 +240,18 @@ def references(folder: Path, case: Case) -> None:
         alone(folder, case.layers, case.upper, case.tied, len(rows))
 
 
-def differences(folder: Path, case: Case) -> Differences:
-    """How far rounds under a plan are from one process, by this rank."""
+def differences(folder: Path, case: Case, uncut: Path | None = None) -> Differences:
+    """How far rounds under a plan are from one process, by this rank.
+
+    folder   of a model that the plan may change
+    uncut    of the model of one process, which no plan changes; by default the same
+    """
     plan = case.plan
     mesh = open_mesh(plan.mesh, "cpu")
     folder /= str(mesh.rank)
+    whole = uncut / str(mesh.rank) if uncut else folder
     made = compiled_once(folder, case.layers, case.upper, case.tied)
-    references(folder, case)
+    references(whole, case)
     own = prepared(SuperModel(made.group, made.backbone, made.jobs), plan)
     load(own, part_of(own, plan, mesh))
     if case.compiled:
@@ -259,7 +264,7 @@ def differences(folder: Path, case: Case) -> Differences:
         for grad in gradients(own).values():
             grad.zero_()
         losses, given = runner.run(rows, WEIGHTS), gradients(own)
-        expected, every = alone(folder, case.layers, case.upper, case.tied, len(rows))
+        expected, every = alone(whole, case.layers, case.upper, case.tied, len(rows))
         wanted = pieces(own, every)
         found.losses = max(found.losses, _apart(losses, expected))
         found.gradients = max([found.gradients, *(_apart(given[n], wanted[n]) for n in given)])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.parallel.pipelines import Case, differences, references
+from tests.parallel.pipelines import Case, compiled_once, differences, references
 from tests.parallel.processes import run_processes
 
 BUDGETS = (0.8, 0.2)
@@ -16,11 +16,11 @@ ALL_AND_LESS = (0.0, 0.2)
 PLANS = {
     "pipeline": Case(2, (1,), "1f1b", layers=2),
     "tensor": Case(1, (), tp=2, layers=2),
-    "sharded base": Case(1, (), dp=2, layers=2, sharded="resharded"),
 }
-QUICK_BUDGETS = {"pipeline": BUDGETS, "tensor": ALL_AND_LESS, "sharded base": ALL_AND_LESS}
-COMPILED = {name: replace(case, compiled=True) for name, case in PLANS.items()}
-MORE = {
+QUICK_BUDGETS = {"pipeline": BUDGETS, "tensor": ALL_AND_LESS}
+SHARDED = {"sharded base": Case(1, (), dp=2, layers=2, sharded="resharded")}
+COMPILED = {name: replace(case, compiled=True) for name, case in (PLANS | SHARDED).items()}
+MORE = SHARDED | {
     "interleaved": Case(2, (1, 2, 3), "interleaved"),
     "stages of cut matrices": Case(2, (1,), "1f1b", tp=2, layers=2),
 }
@@ -28,11 +28,12 @@ MORE = {
 
 def budgeted(folder, cases, budgets):
     """Differences from one process, and the bytes that rounds keep, of each case and budget."""
-    found = {}
+    found, uncut, rank = {}, folder / "uncut", str(torch.distributed.get_rank())
     for name, plain in cases.items():
         for budget in budgets[name]:
             case, own = replace(plain, budget=budget), folder / f"{name} {budget}"
-            references(own / str(torch.distributed.get_rank()), case)
+            references(uncut / rank, case)
+            compiled_once(own / rank, case.layers, case.upper, case.tied)
             saved = []
 
             def note(tensor, saved=saved):
@@ -40,7 +41,7 @@ def budgeted(folder, cases, budgets):
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                apart = differences(own, case)
+                apart = differences(own, case, uncut)
             found[name, budget] = apart, sum(saved)
     return found
 
@@ -78,9 +79,11 @@ def test_compiled_layers_keep_less_too(tmp_path, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
 def test_other_plans_with_stages_keep_less_too(tmp_path, name):
-    """Several stages a process, and stages whose matrices are cut."""
+    """Several stages a process, stages whose matrices are cut, and bases that are sharded."""
     case = MORE[name]
 
-    ranks = run_processes(case.pp * case.tp, budgeted, tmp_path, {name: case}, {name: BUDGETS})
+    ranks = run_processes(
+        case.pp * case.dp * case.tp, budgeted, tmp_path, {name: case}, {name: BUDGETS}
+    )
 
     require_equal_and_less(ranks, name)
