@@ -53,13 +53,27 @@ def test_a_kernel_equals_float64_on_a_drawn_site(kind, run):
     assert told.count("differs from float64 by") == 4
 
 
-def test_an_edited_kernel_is_the_one_that_runs(tmp_path):
-    """A scale is lost: what it scaled differs. A user starts the script by itself."""
+@pytest.fixture
+def edited():
+    """A script whose kernel has lost a scale."""
     text = repro_script(KernelSpec("shrink", **SHAPE), 100, (4, 8))
     assert "* scale[k]" in text
+    return text.replace("* scale[k]", "* 1.0")
 
+
+def test_an_edited_kernel_is_the_one_that_runs(run, edited):
+    """What was scaled differs."""
+    code, told = run(edited)
+
+    assert code == 1, told
+    assert told.count("differs from float64 by") == 4
+
+
+@pytest.mark.slow
+def test_a_script_runs_by_itself(tmp_path, edited):
+    """As a user starts it."""
     script = tmp_path / "repro.py"
-    script.write_text(text.replace("* scale[k]", "* 1.0"))
+    script.write_text(edited)
 
     done = subprocess.run(
         [sys.executable, script],
