@@ -228,7 +228,7 @@ def test_differences_and_bisections_see_into_joint_graphs(jobs, made):
     assert difference(programs[1], programs[1], ("a", "b")).joint == []
 
 
-@pytest.mark.parametrize("family", sampled(["llama", "gpt2", "gpt-oss", "opt"], 2))
+@pytest.mark.parametrize("family", sampled(["gpt-oss", "llama", "gpt2", "opt"], 4))
 def test_every_operator_of_a_joint_graph_has_a_cost(family, tmp_path):
     """For passes that weigh what they keep."""
     base = base_of(tmp_path, family, num_hidden_layers=2)
