@@ -146,12 +146,21 @@ def trained(model, parts):
     return {name: leaf.grad for name, leaf in model.named_parameters() if leaf.requires_grad}
 
 
+SOME = ["q_proj", "k_proj", "down_proj"]
+ALL = "all-linear"
+
+
 @pytest.mark.parametrize(
-    ("lora_fields", "compiled"),
-    [({}, False), ({}, True), ({"use_dora": True}, False), ({"modules_to_save": ["norm"]}, True)],
+    ("targets", "lora_fields", "compiled"),
+    [
+        (ALL, {}, False),
+        pytest.param(ALL, {}, True, marks=pytest.mark.slow),
+        (SOME, {"use_dora": True}, False),
+        (SOME, {"modules_to_save": ["norm"]}, True),
+    ],
 )
 def test_a_model_has_the_gradients_of_a_sum_behind_the_backward(
-    tmp_path, monkeypatch, summed, lora_fields, compiled
+    tmp_path, monkeypatch, summed, targets, lora_fields, compiled
 ):
     """Of two rows, launched and in compiled layers.
 
@@ -160,7 +169,7 @@ def test_a_model_has_the_gradients_of_a_sum_behind_the_backward(
     """
     layers = 1 + compiled
     base = base_of(tmp_path, "llama", dtype="float32", num_hidden_layers=layers)
-    jobs = [job(f"job-{n}", base, n, r=4 << n, target_modules="all-linear", **lora_fields)
+    jobs = [job(f"job-{n}", base, n, r=4 << n, target_modules=targets, **lora_fields)
             for n in range(2)]  # fmt: skip
     parts = [[tokens((5, 9), seed), tokens((6,), seed + 1)] for seed in (1, 3)]
     model = ready(jobs)
