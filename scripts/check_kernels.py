@@ -69,7 +69,13 @@ _FORMS: dict[Kind, tuple[dict[str, object], ...]] = {
         {"weight_layout": "in_out"},
         {"dropout": True, "accumulate": True},
     ),
-    "lora_b_backward": ({"rank_block": 64}, {"extend": "copy"}, _JOINED),
+    "lora_b_backward": (
+        {"rank_block": 64},
+        {"extend": "copy"},
+        _JOINED,
+        {"accumulate": True, **_JOINED},
+        {"accumulate": True, "rank_block": 64, **_JOINED},
+    ),
     "sum_ds": ({"rank_block": 64}, {"extend": "tail"}, {"extend": "tail", **_JOINED}),
     "sum_s": ({"rank_block": 64}, {"extend": "tail"}, {"extend": "tail", **_JOINED}),
     "lora_a_backward": (
@@ -77,8 +83,14 @@ _FORMS: dict[Kind, tuple[dict[str, object], ...]] = {
         {"rank_block": 64},
         {"sites": 3, "dropout": True},
         {"whole": True, **_JOINED},
+        {"whole": True, "accumulate": True, **_JOINED},
     ),
-    "sum_gradients": ({"rank_block": 64}, {"adapter_dtype": "bfloat16"}, _JOINED),
+    "sum_gradients": (
+        {"rank_block": 64},
+        {"adapter_dtype": "bfloat16"},
+        {"accumulate": True},
+        _JOINED,
+    ),
     "expand": (
         {"dropout": True, "accumulate": True},
         {"rank_block": 64},

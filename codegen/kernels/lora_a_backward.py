@@ -238,8 +238,11 @@ def launch(x, ds, bits, segments, slots, thresholds, jobs, ranks, da, db_parts=N
     #]
     #? whole [
     blocks = max(low.shape[1] for low in ds) // $rank_block
+    #]
+    #? whole and not accumulate [
     chunks = jobs + triton.cdiv(max(rows.shape[0] for rows in da), blocks * $rank_block)
     #]
+    chunks = jobs  #? accumulate
     if tokens > 0:
         kernel[blocks, $strips, chunks](
             x,

@@ -4,10 +4,11 @@ A program takes one chunk of a segment's tokens and one slab of columns. It walk
 steps of rows: each tile of dy goes from device memory into shared memory once and from there twice
 into the tensor cores, upright for dS and lying for db, never through registers. db of the slab
 stays in registers until the chunk ends; dS of each step leaves at once, as the slab's share.
-Chunks are counted from the segment's start and slabs have a fixed width, so what `sum_ds` and
-`sum_gradients` add up depends on nothing but the job. Ranks above the rank block are programs of
-their own, side by side, so that they find dy in the L2 cache. Slabs of several sites stand side by
-side too, each with its site's dy: narrow sites alone would leave most of the GPU idle.
+Chunks are counted from the segment's start and slabs have a fixed width, so in strict mode what
+`sum_ds` and `sum_gradients` add up depends on nothing but the job. Ranks above the rank block are
+programs of their own, side by side, so that they find dy in the L2 cache. Slabs of several sites
+stand side by side too, each with its site's dy: narrow sites alone would leave most of the GPU
+idle.
 
 Shares cost memory: a token's row of dS is written once a slab, a column of db once a chunk, in
 float32. Against reading dy that is 2 W (1 / slab + 1 / chunk) for 2-byte types, while
@@ -24,9 +25,10 @@ the gradient that there is.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
-from tlora_fx.codegen.spec import KernelSpec, Tile, shared_bytes
+from tlora_fx.codegen.spec import Dtype, KernelSpec, Tile, shared_bytes
 from tlora_fx.codegen.template import (
     common_values,
     constants_of,
@@ -271,6 +273,11 @@ def launch(dy, s, b_packed, segments, slots, jobs, ds_parts, ranks, db, extended
 
 def default_tile(spec: KernelSpec) -> Tile:
     """Two programs an SM with three steps in flight where they fit; see the module's docstring."""
+    tile = _default_tile(spec)
+    return adding(tile, spec.rank_block, spec.adapter_dtype) if spec.accumulate else tile
+
+
+def _default_tile(spec: KernelSpec) -> Tile:
     chunk = chunk_of(spec)
     if size(spec.dtype) > 2:  # Types of tests, which the tensor cores of a warp group do not take.
         warps = 4 if spec.rank_block <= 32 else 8
@@ -307,6 +314,15 @@ def _measured(spec: KernelSpec) -> tuple[int, int, int] | None:
     if spec.rank_block == 32 and widest > _WIDE:
         return 512, 8, 2
     return (256, 4, 3) if spec.rank_block in (32, 64) else None
+
+
+def adding(tile: Tile, rank_block: int, adapter_dtype: Dtype) -> Tile:
+    """A tile of a kernel that adds db: what there is takes registers, too.
+
+    With four warps and blocks of 64 ranks it spilled up to 96 of them (compiled for an H200).
+    """
+    crowded = rank_block >= 64 and size(adapter_dtype) > 2 and tile.slab > 128
+    return replace(tile, warps=max(tile.warps, 8)) if crowded else tile
 
 
 def candidates(spec: KernelSpec) -> tuple[Tile, ...]:

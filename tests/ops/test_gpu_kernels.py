@@ -123,12 +123,13 @@ def test_other_sites_are_as_exact_as_pytorch(site, monkeypatch, other):
     ids=["chunks", "whole", "wide chunk"],
 )
 @pytest.mark.parametrize("rates", [(0.0,) * 5, RATES], ids=["keep", "drop"])
+@pytest.mark.parametrize("ranks", [RANKS, (128, 1, 0, 33, 64)], ids=["", "large ranks"])
 @pytest.mark.parametrize("adapter_dtype", [torch.float32, BF16], ids=["float32", "bfloat16"])
 def test_kernels_add_gradients_as_a_sum_behind_them_adds(
-    site, monkeypatch, adapter_dtype, rates, lengths
+    site, monkeypatch, adapter_dtype, ranks, rates, lengths
 ):
     """To the bit, eagerly and replayed; a job without tokens keeps what it has."""
-    made = site(lengths=lengths, rates=rates, adapter_dtype=adapter_dtype)
+    made = site(lengths=lengths, ranks=ranks, rates=rates, adapter_dtype=adapter_dtype)
     tables = made.arguments()[5:]
     one, two = both(lambda: Adapted(made, tables=tables), monkeypatch)
     assert all(map(torch.equal, one, two))

@@ -5,7 +5,8 @@ read once more than it need be. So whoever runs a backward names parameters and 
 gradients add up, and kernels that serve such a parameter add to that. Autograd is given zeros in
 their place, which are one block of memory that nobody writes; who adds gradients afterwards leaves
 them out. A parameter may be named only where a row reads it once: compilers may merge two equal
-calls, and write a sum of two gradients where the first one stands.
+calls, and write a sum of two gradients where the first one stands. In short rows the operator of dX
+adds dB, and the one of dA adds dA: whoever names parameters runs both, once.
 """
 
 from __future__ import annotations

@@ -216,6 +216,11 @@ def _remember(facts: tuple[Any, ...], kernels: KernelGroup) -> None:
         _known[facts] = kernels
 
 
+def forget() -> None:
+    """Forget all groups, and what their operators started."""
+    _known.clear()
+
+
 def why_not(x: Tensor, group: SiteGroup) -> str:
     """Why PyTorch serves a group on a device that has kernels, or ""."""
     asked = kernel_mode()

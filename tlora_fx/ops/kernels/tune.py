@@ -3,7 +3,8 @@
 For each site: first the tiles of the kernels that all plans share, then each plan, the fused one
 with every tile of its GEMM. Of sites that share an x the kernels that serve them at once. What does
 not compile or does not fit is left out and noted. The table is written after every entry, so that
-a run that is cut short is worth what it measured.
+a run that is cut short is worth what it measured. Kernels of dA and dB are timed as they leave
+shares, also at sizes where rows of one process add whole gradients.
 
 Kernels are compiled ahead in processes of their own: a compiler takes a second or more a kernel on
 one core, the measurement of it milliseconds.
@@ -33,7 +34,7 @@ from tlora_fx.codegen.kernels import emitter, shrink
 from tlora_fx.codegen.spec import Dtype, KernelSpec, Kind, Tile
 from tlora_fx.errors import KernelToolMissing
 from tlora_fx.host.memory import usable_cpus
-from tlora_fx.ops.kernels import dispatch, packed, select, support
+from tlora_fx.ops.kernels import dispatch, launch, packed, select, support
 from tlora_fx.ops.kernels.launch import KernelCall, gpu_name
 from tlora_fx.ops.kernels.support import KernelGroup, Site
 from tlora_fx.ops.tables import SiteGroup
@@ -332,8 +333,11 @@ def _tasks(points: Sequence[Point], dtype: Dtype, device: torch.device) -> Itera
         )  # fmt: skip
         sites = 1 + len(point.beside)
         for tile in _candidates(kind, site, sites, point.tokens):
-            task = Task(kind, replace(point, tokens=_SHORT), dtype, tile)
-            if (name := (_spec(kind, site, sites), tile)) not in tried:
+            # Short rows have a form of their own of some kernels.
+            tokens = point.tokens if point.tokens <= launch.SHORT_ROW else _SHORT
+            task = Task(kind, replace(point, tokens=tokens), dtype, tile)
+            form = tokens > _SHORT and kind in ("lora_a_backward", "lora_b_backward")
+            if (name := (_spec(kind, site, sites), tile, form)) not in tried:
                 tried.add(name)
                 yield task
 
