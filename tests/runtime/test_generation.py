@@ -229,20 +229,20 @@ def test_a_prompt_without_room_costs_its_samples_and_not_the_run(folder, base):
 
 
 def test_a_prompt_without_room_costs_no_other_prompt_its_answer(folder, base, trained):
-    """Neither one of the same job nor a neighbour's; what is left out is told once."""
+    """Neither one of the same job nor a neighbour's; what is left out is told once, by its start."""
     listen = Listen()
     jobs = jobs_on(folder, base, sample_prompts=PROMPTS, sample_steps=2, sample_max_new_tokens=6)
     jobs[0] = jobs[0].model_copy(update={"sample_prompts": ["a " * 70, *PROMPTS]})
-    jobs[1] = jobs[1].model_copy(update={"sample_prompts": ["b " * 70]})
+    jobs[1] = jobs[1].model_copy(update={"sample_prompts": ["b" * 70]})
     jobs[2] = jobs[2].model_copy(update={"sample_max_new_tokens": 3})
     Trainer(compile(jobs), output=folder / "one-long", device="cpu", callback=listen).run()
 
     expected = [each for each in trained[1].reports if each.job != "b.2"]
     assert listen.reports == expected
     told = [text.partition(": ")[0] for text in listen.texts if "no room" in text]
-    assert [text.split(" to ")[0] for text in told] == [
-        "no answer of job 'a'",
-        "no answer of job 'b.2'",
+    assert told == [
+        f"no answer of job 'a' to '{'a ' * 19}a…'",
+        f"no answer of job 'b.2' to '{'b' * 39}…'",
     ]
 
 

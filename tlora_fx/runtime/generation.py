@@ -7,7 +7,6 @@ can mix them, else one after the other.
 from __future__ import annotations
 
 import copy
-import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -465,8 +464,13 @@ def _askable(
             question = generator.ask(run.job.name, prompt)
             generator.allowed_tokens(question, most)
         except GenerationError as error:
-            short = textwrap.shorten(prompt, PROMPT_CHARACTERS, placeholder="…")
-            warn(f"no answer of job '{run.job.name}' to {short!r}: {described(error)}")
+            warn(f"no answer of job '{run.job.name}' to {_short(prompt)!r}: {described(error)}")
         else:
             askable.append((prompt, question))
     return askable
+
+
+def _short(prompt: str) -> str:
+    """The start of a prompt, on one line; it may be without spaces, as Chinese is."""
+    text = " ".join(prompt.split())
+    return text if len(text) <= PROMPT_CHARACTERS else text[: PROMPT_CHARACTERS - 1] + "…"
