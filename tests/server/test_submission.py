@@ -111,6 +111,57 @@ def test_an_upload_is_found_though_its_accents_are_parted_from_their_letters(ask
     assert list(path.parent.iterdir()) == [found]
 
 
+@pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
+def test_uploads_whose_names_differ_in_their_accents_alone_are_two_files(asked, forms):
+    """A job names each, and each job has its own."""
+    names = [unicodedata.normalize(form, "é/ré.jsonl") for form in forms]
+    texts = [f'{{"text": "{form}"}}\n' for form in forms]
+    it = asked()
+    files = {name: it.upload(text.encode()) for name, text in zip(names, texts, strict=True)}
+    jobs = yaml.safe_load(job_file("a", "b"))
+    for job, name in zip(jobs["jobs"], names, strict=True):
+        job["data"] = {"path": name}
+    answer = it.submit(yaml.safe_dump(jobs, allow_unicode=True), files=files)
+
+    assert (answer.status_code, answer.json().get("what")) == (201, None)
+    [written] = it.service.store.inbox.iterdir()
+    paths = [entry["data"]["path"] for entry in yaml.safe_load(written.read_text())["jobs"]]
+    assert [Path(path).read_text() for path in paths] == texts
+
+
+@pytest.mark.parametrize("data", ["é/ré.jsonl", "é/r*.jsonl", "other/*.jsonl"])
+@pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
+def test_a_file_that_is_sent_under_both_spellings_of_its_name_is_found(asked, data, forms):
+    """By a client that does not know which one the job file has."""
+    it = asked()
+    sha256 = it.upload(b'{"text": "hello"}\n')
+    files = {unicodedata.normalize(form, "é/ré.jsonl"): sha256 for form in forms}
+    files["other/a.jsonl"] = sha256
+    answer = it.submit(job_file("a", data=unicodedata.normalize("NFC", data)), files=files)
+
+    assert (answer.status_code, answer.json().get("what")) == (201, None)
+
+
+def test_a_spelling_that_no_file_can_have_is_refused(asked):
+    """File systems have names of 255 bytes at most, and the job file's is longer."""
+    it = asked()
+    sha256 = it.upload(b'{"text": "hello"}\n')
+    name = "é" * 90 + ".jsonl"
+    answer = it.submit(job_file("a", data=unicodedata.normalize("NFD", name)), files={name: sha256})
+
+    assert (answer.status_code, answer.json()["what"]) == (422, "a data file is not there")
+
+
+def test_the_length_of_a_name_is_that_of_the_name_that_was_sent(asked):
+    """The job file's spelling may be longer."""
+    it = asked()
+    sha256 = it.upload(b'{"text": "hello"}\n')
+    name = "é" * 40 + "/" + "é" * 45 + ".jsonl"
+    answer = it.submit(job_file("a", data=unicodedata.normalize("NFD", name)), files={name: sha256})
+
+    assert (answer.status_code, answer.json().get("what")) == (201, None)
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -23,7 +23,7 @@ import shutil
 import threading
 import unicodedata
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +83,8 @@ _UPLOAD_NAME = re.compile(r"{part}(/{part})*".format(part=r"[\w-](?:[\w. -]*[\w.
 _MARKS = frozenset({"Mn", "Mc"})
 #: Of a name in UTF-8, which a folder of a submission stands before.
 MAX_UPLOAD_NAME = 200
+#: Bytes of the name of a file or folder that file systems take.
+MAX_FILE_NAME = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,9 +342,8 @@ class Intake:
             raise SubmissionRefused("the job file is not UTF-8", found=error.reason) from None
         try:
             top = read_yaml(path).value
-            named = _names_in(top)
-            for name, sha256 in files.items():
-                self.place(user, folder, named(name), sha256)
+            for name, target in _targets(top, files).items():
+                self.place(user, folder / target, name, files[name])
             count, names = _entries(top)
             self.store.require_quota(
                 user, count, priority, [full_name(user.name, n) for n in names]
@@ -366,8 +367,8 @@ class Intake:
                 _without(folder, error.what), help=error.help, **facts
             ) from error
 
-    def place(self, user: User, folder: Path, name: str, sha256: str) -> None:
-        """Put what a user has uploaded into a folder; raises SubmissionRefused."""
+    def place(self, user: User, target: Path, name: str, sha256: str) -> None:
+        """Put what a user has uploaded and called by a name at a path; raises SubmissionRefused."""
         if name == JOB_FILE or not is_upload_name(name):
             raise SubmissionRefused(
                 "a file cannot be called so",
@@ -381,7 +382,6 @@ class Intake:
             raise SubmissionRefused(
                 "a file was not uploaded", found=f"{name}: {sha256}", help="PUT it, then submit"
             )
-        target = folder / name
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             link_or_copy(source, target)
@@ -572,24 +572,31 @@ def _absent_data(where: str, text: str, uploads: Sequence[str]) -> SubmissionRef
     )
 
 
-def _names_in(top: object) -> Callable[[str], str]:
-    """How a job file spells the name of an upload: its accents, that is.
+def _targets(top: object, names: Collection[str]) -> dict[str, str]:
+    """Where each upload lies below a job file: by its name, the name in the job file's accents.
 
     A letter with an accent may be one character (NFC) or two (NFD): macOS sends names of files in
-    two, and editors write one.
+    two, and editors write one. A name that the job file has exactly is left alone, and so is one
+    whose other spelling another upload has, or no file system takes.
     """
-    texts = [posixpath.normpath(text) for _, text in _paths(top)]
+    texts = dict.fromkeys(posixpath.normpath(text) for _, text in _paths(top))
     spelled = {unicodedata.normalize("NFC", text): text for text in texts}
     # A pattern names files of its own spelling.
     usual: list[Literal["NFC", "NFD"]] = ["NFC", "NFD"]
     whole = "\n".join(texts)
     form = next((form for form in usual if unicodedata.is_normalized(form, whole)), None)
 
-    def named(name: str) -> str:
-        other = name if form is None else unicodedata.normalize(form, name)
-        return spelled.get(unicodedata.normalize("NFC", name), other)
-
-    return named
+    taken = set(names)
+    targets = {}
+    for name in names:
+        target = name if form is None else unicodedata.normalize(form, name)
+        target = spelled.get(unicodedata.normalize("NFC", name), target)
+        longest = max(len(part.encode("utf-8", "surrogatepass")) for part in target.split("/"))
+        if name in texts or target in taken or longest > MAX_FILE_NAME:
+            target = name
+        taken.add(target)
+        targets[name] = target
+    return targets
 
 
 def is_upload_name(name: str) -> bool:

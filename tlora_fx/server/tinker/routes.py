@@ -673,7 +673,7 @@ def take_peft_folder(name: str, body: PeftFolder, by: By, request: Request) -> d
     with tempfile.TemporaryDirectory(dir=log.folder, prefix=UPLOAD) as place:
         fresh = Path(place)
         for file, sha256 in files.items():
-            by.intake.place(by.user, fresh, file, sha256)
+            by.intake.place(by.user, fresh / file, file, sha256)
         config = adopt(fresh, **base)
         session = log.open_session(by.user.name, {}, key)
         model, called = f"{session}:train:0", f"weights/{name}"
