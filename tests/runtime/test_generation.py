@@ -229,7 +229,7 @@ def test_a_prompt_without_room_costs_its_samples_and_not_the_run(folder, base):
 
 
 def test_a_prompt_without_room_costs_no_other_prompt_its_answer(folder, base, trained):
-    """Neither one of the same job nor a neighbour's; what is left out is told once, by its start."""
+    """Neither one of the same job nor a neighbour's; what is left out is told once."""
     listen = Listen()
     jobs = jobs_on(folder, base, sample_prompts=PROMPTS, sample_steps=2, sample_max_new_tokens=6)
     jobs[0] = jobs[0].model_copy(update={"sample_prompts": ["a " * 70, *PROMPTS]})
