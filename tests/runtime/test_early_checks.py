@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from tlora_fx.errors import (
     NoPlanFits,
     RunFolderError,
 )
+from tlora_fx.host.paths import why_unwritable
 from tlora_fx.passes.fuse_backbone import FuseBackbone
 from tlora_fx.planners.protocol import _own_planners
 from tlora_fx.runtime import controllers, run_folder
@@ -222,6 +225,35 @@ def test_a_folder_that_cannot_be_written_is_told_at_once(tmp_path, monkeypatch, 
 
     with pytest.raises(RunFolderError, match="cannot be written"):
         require(folder)
+
+
+@pytest.fixture
+def closed(tmp_path, monkeypatch):
+    """A folder that may not be entered; whoever runs the tests may enter every folder."""
+    folder = tmp_path / "closed"
+    folder.mkdir()
+    access, stat_of = os.access, os.stat
+
+    def refuse(path, *given, **more):
+        if str(path).startswith(f"{folder}/"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat_of(path, *given, **more)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != folder and access(path, mode))
+    return folder
+
+
+@pytest.mark.parametrize("require", [require_new, require_begun])
+def test_a_folder_below_one_that_may_not_be_entered_cannot_be_written(closed, require):
+    """Whether it is there is not known."""
+    with pytest.raises(RunFolderError, match="cannot be written"):
+        require(closed / "a" / "b")
+
+
+def test_a_cache_below_a_folder_that_may_not_be_entered_cannot_be_written(closed):
+    """The reason names the folder that is in the way."""
+    assert why_unwritable(closed / "a" / "cache").startswith(f"{closed} may not be written to")
 
 
 def test_a_folder_that_no_file_system_makes_is_not_said_to_be_in_use(tmp_path, monkeypatch):

@@ -31,7 +31,12 @@ def profile_folders() -> list[Path]:
 
 def why_unwritable(folder: Path) -> str:
     """Reason why nothing can be written into a folder, which need not be there; "": it can be."""
-    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    # Path.exists raises, up to Python 3.11, for what lies in a folder that may not be entered.
+    there = next(
+        each
+        for each in (folder, *folder.absolute().parents)
+        if os.path.exists(each)  # noqa: PTH110
+    )
     if not there.is_dir():
         return "a file of that name" if there == folder else f"{there} is a file"
     if not os.access(there, os.W_OK | os.X_OK):

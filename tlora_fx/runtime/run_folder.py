@@ -640,11 +640,17 @@ def require_begun(path: Path) -> None:
 
 
 def _used(path: Path) -> list[str]:
-    """What is in a folder, but for our lock and what a run that came to no step has left."""
-    entries = path.iterdir() if path.is_dir() else ()
-    return sorted(
-        entry.name for entry in entries if entry.name != LOCK and not _is_announced(entry)
-    )
+    """What is in a folder, but for our lock and what a run that came to no step has left.
+
+    raises    RunFolderError where that may not be read
+    """
+    try:
+        entries = path.iterdir() if path.is_dir() else ()
+        return sorted(
+            entry.name for entry in entries if entry.name != LOCK and not _is_announced(entry)
+        )
+    except PermissionError as error:
+        raise unwritable(path, error) from error
 
 
 def _is_announced(entry: Path) -> bool:
