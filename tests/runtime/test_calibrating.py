@@ -41,8 +41,11 @@ def test_a_model_is_calibrated_and_stays_without_weights(tmp_path: Path) -> None
 def test_a_base_without_layers_is_refused_with_the_plan_to_name(tmp_path: Path) -> None:
     """Of one layer none folds, so that `auto` has nothing to choose a plan by."""
     model = compile([make_job(tiny_base(tmp_path / "base", num_hidden_layers=1), "a")])
-    with pytest.raises(NotProfilable, match="--plan replicated"):
+    with pytest.raises(NotProfilable) as refused:
         calibrate(model, Ranks(Mesh.alone(CPU)), Launch(), small_round(), CPU)
+
+    for text in ("--plan single", "--plan replicated", "tlora-fx explain JOBS --node "):
+        assert text in refused.value.help
 
 
 def calibrated_together(folder: Path) -> tuple[str, list[str], int]:

@@ -294,8 +294,8 @@ class JobTooLong(TloraError, code="T0854"):
 class NotProfilable(TloraError, code="T0856"):
     """The layers of a model cannot be timed one by one.
 
-    Either it was compiled without layers (`tlora-fx explain` says why), or a layer hands on more
-    than one value.
+    Either it was compiled without layers (`tlora-fx explain JOBS --node MODULE` says why), or a
+    layer hands on more than one value.
     """
 
 

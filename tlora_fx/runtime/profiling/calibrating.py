@@ -92,8 +92,8 @@ def _require_layers(facts: ModelFacts) -> None:
         raise NotProfilable(
             "the base was compiled without layers, so there is none to time for a plan",
             base=facts.title,
-            help="name a plan, such as --plan replicated; `tlora-fx explain` says why its layers "
-            "do not fold",
+            help="name a plan: --plan single for one process, --plan replicated for several; "
+            "`tlora-fx explain JOBS --node MODULE` says why layers do not fold",
         )
 
 
@@ -133,8 +133,6 @@ def layer_points(
 
     A row for which there is no time is made shorter, or left out.
     """
-    if not facts.layers:
-        return {}
     sampled = _sampled(model, facts, device)
     length = max(2, round(work.load.total / max(work.load.sequences, 1)))
     points: dict[str, list[LayerPoint]] = {layer.structure: [] for layer in facts.layers}

@@ -134,7 +134,7 @@ def profile_jobs(jobs: Sequence[Job], request: ProfileRequest) -> Profile:
         raise NotProfilable(
             "the base was compiled without layers, so there is none to time",
             base=facts.title,
-            help="`tlora-fx explain` says why its layers do not fold",
+            help="`tlora-fx explain JOBS --node MODULE` says why its layers do not fold",
         )
     hardware = hardware_of(request.device)
     request.say("building the layers to measure")
