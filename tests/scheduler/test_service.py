@@ -8,8 +8,9 @@ import random
 import shutil
 import sqlite3
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -620,6 +621,37 @@ def test_a_run_ends_within_its_grace_whatever_its_workers_do(tmp_path):
     assert "did not stop in its grace" in epoch.how
     assert (left.status, left.steps > 0) == ("queued", True)
     require_trained_once(tmp_path / "run", {"a": 60})
+
+
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_jobs_whose_group_was_killed_as_the_run_stopped_are_not_at_fault(tmp_path, names):
+    """However often the run is stopped: no job is given up, and none is put alone."""
+    for name in names:
+        write_job(tmp_path / "jobs", name, 20, schedule={"max_slowdown": 2.0})
+    here = {"slots": 1, "policy": "tlora:dwell_seconds=0", "learns": False}
+
+    def stop(it):
+        if len(it.loop.ended) == len(names) and any(
+            hangs(tmp_path / "run" / "groups" / f"{epoch:06d}") for epoch in it.loop.running
+        ):
+            it.stop()
+
+    for _ in range(3):
+        run(tmp_path / "jobs", tmp_path / "run", until=stop, hang_at=0, grace_seconds=0.3, **here)
+    run(tmp_path / "jobs", tmp_path / "run", **here)
+
+    require_trained_once(tmp_path / "run", dict.fromkeys(names, 20))
+    *stopped, last = epochs(tmp_path / "run")
+    assert [epoch.jobs for epoch in (*stopped, last)] == [tuple(names)] * 4
+    assert all("did not stop in its grace" in epoch.how for epoch in stopped)
+
+
+def hangs(group):
+    """Whether a group's first process has stopped itself."""
+    with suppress(FileNotFoundError, ValueError):
+        process = int((group / "pid").read_text())
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def test_a_run_whose_folder_is_removed_ends_with_an_error(tmp_path):

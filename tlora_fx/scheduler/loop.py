@@ -401,7 +401,9 @@ class Events:
         loop.changed = loop.prompted = True
         place = formation.launched.place
         self._await_files(event.absent)
-        if event.blameless or any(loop.cluster.node(gpu) in loop.cluster.lost for gpu in place):
+        lost = any(loop.cluster.node(gpu) in loop.cluster.lost for gpu in place)
+        if event.blameless or loop.stopping or lost:
+            # A group that was told to stop may be killed for being late: no job is at fault.
             return
         for job in loop.retries.failed(formation.jobs.values(), killed=event.killed):
             times = loop.retries.failures(job.name)
