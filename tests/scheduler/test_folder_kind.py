@@ -7,9 +7,12 @@ import shutil
 import pytest
 
 from tlora_fx.cli import main
-from tlora_fx.errors import RunFolderError
+from tlora_fx.cost.load import Demand
+from tlora_fx.errors import LedgerError, RunFolderError
 from tlora_fx.scheduler.folder_kind import require_folder_of_run, require_folder_of_service
+from tlora_fx.scheduler.state import JobRequest
 from tlora_fx.scheduler.store import Ledger
+from tlora_fx.server.ledger import User
 from tlora_fx.server.store import ServiceStore
 
 COMMANDS = ["run {} -o {}", "serve -o {1}", "tokens add alice -o {1}", "tokens ls -o {1}"]
@@ -26,6 +29,13 @@ def folder_of(kind, path):
     if kind == "ledger of serve":
         shutil.rmtree(path / "service")
     return path
+
+
+def with_job(folder, name):
+    """The ledger of a folder in which this job was queued."""
+    ledger = Ledger(folder / "ledger.sqlite")
+    ledger.submit(JobRequest(name, "base", Demand(), 1, 10))
+    ledger.close()
 
 
 def contents(folder):
@@ -67,3 +77,40 @@ def test_a_new_folder_is_nobodys(tmp_path):
     require_folder_of_service(tmp_path)
     with pytest.raises(RunFolderError):
         require_folder_of_run(tmp_path)
+
+
+@pytest.mark.parametrize("users", [(), ("alice",)])
+def test_a_run_goes_on_though_an_older_tokens_made_a_services_tables(tmp_path, users):
+    """Its jobs tell: no user has submitted them."""
+    with_job(tmp_path, "a")
+    store = ServiceStore(tmp_path)
+    for name in users:
+        store.add_user(User(name))
+
+    require_folder_of_run(tmp_path)
+    with pytest.raises(RunFolderError, match="a run's"):
+        require_folder_of_service(tmp_path)
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_service_goes_on_though_an_older_run_trained_a_job_in_its_folder(tmp_path, other):
+    """Then nobody is kept from jobs of theirs: either command goes on, as before."""
+    ServiceStore(tmp_path).submit(User("alice"), "key", "0", ["alice.a"], "", "", 0)
+    with_job(tmp_path, "Alice.a")
+    if other:
+        with_job(tmp_path, "b")
+
+    require_folder_of_service(tmp_path)
+    if other:
+        require_folder_of_run(tmp_path)
+        return
+    with pytest.raises(RunFolderError, match="a service's"):
+        require_folder_of_run(tmp_path)
+
+
+@pytest.mark.parametrize("require", [require_folder_of_run, require_folder_of_service])
+def test_a_ledger_that_cannot_be_read_is_no_folder_of_the_other_command(tmp_path, require):
+    """It is an error of its own."""
+    (tmp_path / "ledger.sqlite").write_bytes(b"no ledger " * 500)
+    with pytest.raises(LedgerError, match="cannot be read"):
+        require(tmp_path)

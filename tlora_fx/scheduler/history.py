@@ -170,7 +170,7 @@ class History:
     @classmethod
     def of_run(cls, folder: Path) -> History | None:
         """History of a run's folder; None where it has no ledger. Raises LedgerError."""
-        with _opened(folder) as base:
+        with open_ledger(folder) as base:
             return None if base is None else cls.of_rows(_all_rows(base))
 
     @classmethod
@@ -179,7 +179,7 @@ class History:
 
         None where the run has no ledger. Raises LedgerError.
         """
-        with _opened(folder) as base:
+        with open_ledger(folder) as base:
             if base is None:
                 return None
             where = (
@@ -236,7 +236,7 @@ def rows_of_run(folder: Path) -> Rows | None:
 
     raises   LedgerError
     """
-    with _opened(folder) as base:
+    with open_ledger(folder) as base:
         if base is None:
             return None
         rows = _all_rows(base)
@@ -261,7 +261,7 @@ def _last(decisions: Sequence[DecisionRecord]) -> list[DecisionRecord]:
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[sqlite3.Connection | None]:
+def open_ledger(folder: Path) -> Iterator[sqlite3.Connection | None]:
     """A run's ledger as it is at one moment; None where it has none. Raises LedgerError."""
     path = folder / LEDGER
     if not path.is_file():
