@@ -41,6 +41,7 @@ from tlora_fx.scheduler.local.executor import LocalExecutor
 from tlora_fx.scheduler.local.recovery import held
 from tlora_fx.scheduler.state import Decision, Group
 from tlora_fx.scheduler.store import Ledger
+from tlora_fx.server.store import ServiceStore
 
 
 @pytest.fixture(autouse=True)
@@ -160,6 +161,20 @@ def test_a_run_that_goes_on_after_its_clock_was_set_back_goes_on_in_time(tmp_pat
     times = [(job.request.submitted, job.first_started, job.ended) for job in jobs.values()]
     assert [sorted(each) for each in times] == [list(each) for each in times]
     assert jobs["c"].request.submitted > max(job.request.submitted for job in before.values())
+
+
+def test_a_clock_that_was_ahead_leaves_the_times_of_later_jobs_right(tmp_path, monkeypatch):
+    """Also for a service that had its store open before; the run's seconds go on all the same."""
+    jobs, output, time_of_day = tmp_path / "jobs", tmp_path / "run", time.time
+    for name, days in (("a", 0), ("b", 365), ("c", 0)):
+        monkeypatch.setattr(time, "time", lambda ahead=days: time_of_day() + 86_400.0 * ahead)
+        store = ServiceStore(output)
+        write_job(jobs, name, 5)
+        run(jobs, output)
+
+    by_name = records(output)
+    assert by_name["a"].ended < by_name["b"].ended < by_name["c"].request.submitted
+    assert abs(store.started + by_name["c"].ended - time_of_day()) < 86_400.0
 
 
 @pytest.mark.parametrize("days", [-1, 1])

@@ -51,7 +51,7 @@ from tlora_fx.scheduler.local.admission import (
 from tlora_fx.scheduler.local.admission_worker import reason_of
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions, cpu_threads
 from tlora_fx.scheduler.local.processes import WORKER, ForkServer
-from tlora_fx.scheduler.local.recovery import HeldFolder, held, recover, sources
+from tlora_fx.scheduler.local.recovery import HeldFolder, held, recover, run_seconds, sources
 from tlora_fx.scheduler.loop import Loop, LoopOptions
 from tlora_fx.scheduler.snapshot_file import Snapshot, save_snapshot
 from tlora_fx.scheduler.state import (
@@ -318,9 +318,7 @@ def opened(
     require_folder(jobs)
     with held(output) as folder:
         ledger = Ledger(output / LEDGER)
-        started = float(ledger.fact("started", repr(time.time())))
-        # A clock that was set back since does not bring the run's before what it has done.
-        now = max(time.time() - started, ledger.newest_time())
+        now = run_seconds(ledger)
         recover(ledger, output, now)
         if options.retries:
             ledger.retry()

@@ -178,6 +178,11 @@ class Ledger:
             [value] = base.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
         return str(value)
 
+    def set_fact(self, name: str, value: str) -> None:
+        """Write down a fact of the run, whatever it was before."""
+        with self._transition() as base:
+            write_fact(base, name, value)
+
     def submit(
         self, request: JobRequest, spec: Mapping[str, Any] | None = None, file: str = ""
     ) -> None:

@@ -148,8 +148,12 @@ class ServiceLedger:
         with self._reading() as base:
             base.executescript(_INDEXES)
         self.rows("INSERT OR IGNORE INTO facts VALUES ('started', ?)", repr(self.now()))
+
+    @property
+    def started(self) -> float:
+        """Time of day at second 0 of the run's clock; a scheduler that begins may set it back."""
         [(started,)] = self.rows("SELECT value FROM facts WHERE name = 'started'")
-        self.started = float(started)
+        return float(started)
 
     def add_user(self, user: User) -> str:
         """Make a token for a user, new or known, whose limits are these from now on; the token.

@@ -109,6 +109,20 @@ def _locked(file: IO[str], seconds: float) -> bool:
         time.sleep(0.05)
 
 
+def run_seconds(ledger: Ledger) -> float:
+    """The run's time now: never before what it has done, though the machine's clock was set back.
+
+    Then its beginning is set back too. What is written from now on has the right time of day, and
+    not what a clock that was ahead would have said.
+    """
+    clock = time.time()
+    seconds = clock - float(ledger.fact("started", repr(clock)))
+    newest = ledger.newest_time()
+    if newest > seconds:
+        ledger.set_fact("started", repr(clock - newest))
+    return max(seconds, newest)
+
+
 def recover(ledger: Ledger, folder: Path, now: float) -> None:
     """Write down what the groups of a killed run have committed, and end them."""
     for record in ledger.open_epochs():
