@@ -122,7 +122,7 @@ def test_failures_count_though_another_process_goes_on():
 
     assert again.loop.ended["a"] == "failed: its group failed 3 times alone: out of memory"
     assert ledger.failures("a") is None
-    assert ledger.failures("b")["shared"] == 1
+    assert ledger.failures("b").shared == 1
 
 
 def test_progress_in_another_process_forgives_failures():
@@ -140,7 +140,7 @@ def test_progress_in_another_process_forgives_failures():
     again.executor.fail_group(max(again.loop.running))
     again.loop.advance(60.0)
 
-    assert (again.loop.retries.failures("a"), ledger.failures("a")["alone"]) == (1, 1)
+    assert (again.loop.retries.failures("a"), ledger.failures("a").alone) == (1, 1)
 
 
 @pytest.mark.parametrize("how", ["drains", "fails"])

@@ -21,7 +21,7 @@ from tlora_fx.errors import LedgerError, NewerFormat
 from tlora_fx.host.version import __version__
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished, GroupStarted
 from tlora_fx.scheduler.history import History
-from tlora_fx.scheduler.state import REQUEST, Decision, Group, JobRequest
+from tlora_fx.scheduler.state import REQUEST, Decision, FailureRecord, Group, JobRequest
 from tlora_fx.scheduler.store import LOCKED_SECONDS, Ledger
 from tlora_fx.server.store import ServiceStore
 
@@ -315,3 +315,18 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path):
 
     with pytest.raises(LedgerError, match="cannot be opened"):
         Ledger(path)
+
+
+def test_a_record_of_failures_of_a_newer_version_is_read(ledger):
+    """As far as this one knows it."""
+    ledger.note_failures({"a": {"alone": 2, "steps": 7.0, "suspect": False, "blamed": "b"}})
+
+    assert ledger.failures("a") == FailureRecord(alone=2, steps=7.0, suspect=False)
+
+
+@pytest.mark.parametrize("record", [[1, 2], 3, {"alone": "often"}, {"steps": {}}])
+def test_a_record_of_failures_that_is_none_is_an_error_of_the_ledger(ledger, record):
+    """Its kind of content is wrong, as any other column's may be."""
+    ledger.note_failures({"a": record})
+    with pytest.raises(LedgerError, match="cannot be read"):
+        ledger.failures("a")

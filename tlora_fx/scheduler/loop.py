@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from tlora_fx.cost.estimator import Estimator
 from tlora_fx.errors import ReplayOptionWrong, SubmittedTwice
@@ -49,6 +49,7 @@ from tlora_fx.scheduler.state import (
     ActiveJob,
     ChangeCosts,
     Decision,
+    FailureRecord,
     Group,
     JobRequest,
     Policy,
@@ -74,17 +75,6 @@ REFUSED = "refused: "
 MAX_KILLS = 5
 
 
-@dataclass(slots=True)
-class FailureRecord:
-    """Number of failures of a job's groups; `killed` of those alone were by a signal."""
-
-    shared: int = 0
-    alone: int = 0
-    killed: int = 0
-    steps: float = 0.0
-    suspect: bool = True
-
-
 class RetryPolicy:
     """The jobs whose groups failed: run alone to find who is at fault, and given up at last.
 
@@ -104,9 +94,9 @@ class RetryPolicy:
         self._keep = keep
         self._records: dict[str, FailureRecord] = {}
 
-    def restore(self, name: str, saved: Mapping[str, Any]) -> None:
+    def restore(self, name: str, saved: FailureRecord) -> None:
         """Go on with a job's record of an earlier process, as `keep` heard it."""
-        self._records.setdefault(name, FailureRecord(**saved))
+        self._records.setdefault(name, saved)
 
     def failed(self, jobs: Iterable[ActiveJob], *, killed: bool = False) -> list[ActiveJob]:
         """A group failed; its jobs' steps are settled. Returns those to give up.

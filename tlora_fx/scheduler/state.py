@@ -106,6 +106,20 @@ class ActiveJob:
         return (elapsed + self.steps_left * seconds) / total if total > 0 else float("inf")
 
 
+@dataclass(slots=True)
+class FailureRecord:
+    """Number of failures of a job's groups; `killed` of those alone were by a signal."""
+
+    shared: int = 0
+    alone: int = 0
+    killed: int = 0
+    steps: float = 0.0
+    suspect: bool = True
+
+
+FAILURES = TypeAdapter(FailureRecord)
+
+
 @dataclass(frozen=True, slots=True)
 class ChangeCosts:
     """Costs of jobs that join and leave a running group, in seconds without progress.

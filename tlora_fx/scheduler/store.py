@@ -41,7 +41,14 @@ from tlora_fx.scheduler.history import (
     reading,
     require_known_format,
 )
-from tlora_fx.scheduler.state import REQUEST, Decision, Group, JobRequest
+from tlora_fx.scheduler.state import (
+    FAILURES,
+    REQUEST,
+    Decision,
+    FailureRecord,
+    Group,
+    JobRequest,
+)
 
 _GROUPS = TypeAdapter(tuple[Group, ...])
 MEMBERS_FORMAT = 3
@@ -409,12 +416,11 @@ class Ledger:
                     row = (job, json.dumps(record))
                     base.execute("INSERT OR REPLACE INTO failures VALUES (?, ?)", row)
 
-    def failures(self, job: str) -> Mapping[str, Any] | None:
+    def failures(self, job: str) -> FailureRecord | None:
         """What `note_failures` noted of a job; None: nothing. Raises LedgerError."""
         for (text,) in self._rows("SELECT record FROM failures WHERE job = ?", job):
             with reading(self.path):
-                record: Mapping[str, Any] = json.loads(text)
-                return record
+                return FAILURES.validate_json(text)
         return None
 
     def leave(self, job: str, reason: str, until: str = LEFT_WAITING) -> None:
