@@ -143,6 +143,20 @@ def test_progress_in_another_process_forgives_failures():
     assert (again.loop.retries.failures("a"), ledger.failures("a").alone) == (1, 1)
 
 
+def test_failures_of_groups_in_earlier_processes_put_no_job_alone_for_good():
+    """Progress ends suspicion, however many processes saw one such failure each."""
+    ledger = Ledger()
+    for _ in range(4):
+        made = rig(ledger=ledger, faults=Faults(commit_seconds=10.0))
+        for name in "ab":
+            made.loop.submit(request(name, steps=1000))
+        jobs = [made.loop.active[name] for name in "ab"]
+        made.loop.retries.failed(jobs)
+        made.loop.retries.committed({job.name: job.steps_done + 1.0 for job in jobs})
+
+    assert not any(made.loop.retries.suspects(name) for name in "ab")
+
+
 @pytest.mark.parametrize("how", ["drains", "fails"])
 def test_what_a_job_has_given_is_written_when_its_group_ends(how):
     """No decision may come after it: the run may be over."""

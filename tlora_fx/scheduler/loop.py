@@ -95,8 +95,12 @@ class RetryPolicy:
         self._records: dict[str, FailureRecord] = {}
 
     def restore(self, name: str, saved: FailureRecord) -> None:
-        """Go on with a job's record of an earlier process, as `keep` heard it."""
-        self._records.setdefault(name, saved)
+        """Go on with a job's record of an earlier process, as `keep` heard it.
+
+        Its failures in groups are counted anew: they are never forgiven, and a job of a run that is
+        started again and again would come to stay alone for good.
+        """
+        self._records.setdefault(name, replace(saved, shared=0))
 
     def failed(self, jobs: Iterable[ActiveJob], *, killed: bool = False) -> list[ActiveJob]:
         """A group failed; its jobs' steps are settled. Returns those to give up.
