@@ -173,3 +173,28 @@ def test_a_joiners_data_and_checkpoint_are_read_beside_one_another(monkeypatch):
 
     assert list(data) == ["a"]
     assert states == "where it was"
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_joiners_whose_file_is_back_are_read_once_more(monkeypatch, tmp_path, times):
+    """A file that still cannot be read is told of by its own error."""
+    shutil.copytree(QUICKSTART / "base", tmp_path / "base")
+    failures = [_ABSENT] * times
+
+    def read(*given):
+        if failures:
+            raise failures.pop()
+        return {"a": "data"}, {}
+
+    monkeypatch.setattr(worker, "_read", read)
+    joining = [Job.model_validate(_spec(tmp_path, "a"))]
+    if times == 2:
+        with pytest.raises(DataFileError, match="does not exist"):
+            worker._read_those_there(joining, SimpleNamespace(), JobClocks())
+        return
+
+    assert worker._read_those_there(joining, SimpleNamespace(), JobClocks()) == (
+        {"a": "data"},
+        {},
+        {},
+    )

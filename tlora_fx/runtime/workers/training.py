@@ -352,10 +352,12 @@ def _read_those_there(jobs: Sequence[Job], sources: ResumeSources, clocks: JobCl
     try:
         return Arrivals(*_read(jobs, sources, clocks), {})
     except (TloraError, OSError) as error:
-        specs = [job.model_dump(mode="json") for job in jobs]
-        absent = absent_files(specs) if is_about_files(error) else {}
-        if not absent:
+        if not is_about_files(error):
             raise
+        absent = absent_files(job.model_dump(mode="json") for job in jobs)
+    if not absent:
+        # What was gone is back, or the next error says what is wrong with it.
+        return Arrivals(*_read(jobs, sources, clocks), {})
     there = [job for job in jobs if job.name not in absent]
     if not there:
         return Arrivals({}, {}, absent)
