@@ -19,18 +19,22 @@ from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import (
     DataFileError,
+    DumpNotWritable,
     JobsDiffer,
     MalformedRowError,
     MeshDoesNotFit,
     NoPlanFits,
+    ReportNotWritable,
     RunFolderError,
 )
 from tlora_fx.host.paths import why_unwritable
+from tlora_fx.inspect import dump
 from tlora_fx.passes.fuse_backbone import FuseBackbone
 from tlora_fx.planners.protocol import _own_planners
 from tlora_fx.runtime import controllers, run_folder
 from tlora_fx.runtime.launching import early_checks
 from tlora_fx.runtime.run_folder import RunFolder, require_begun, require_free, require_new
+from tlora_fx.simulator.report import require_folder
 
 ROOT = Path(__file__).parents[2]
 JOBS = """
@@ -249,6 +253,30 @@ def test_a_folder_below_one_that_may_not_be_entered_cannot_be_written(closed, re
     """Whether it is there is not known."""
     with pytest.raises(RunFolderError, match="cannot be written"):
         require(closed / "a" / "b")
+
+
+def dump_to(folder):
+    """What `compile -o` does with its folder."""
+    run_folder.require_no_run(folder)
+    dump._write(folder, {"report.txt": ""})
+
+
+@pytest.mark.parametrize(
+    ("look", "told"),
+    [(dump_to, DumpNotWritable), (require_folder, ReportNotWritable)],
+    ids=["compile", "simulate"],
+)
+def test_files_are_not_written_below_a_folder_that_may_not_be_entered(
+    closed, monkeypatch, look, told
+):
+    """Whether files would be overwritten is not known; the folder cannot be made either way."""
+
+    def refuse(path, *given, **more):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(told, match="cannot be written"):
+        look(closed / "a" / "b")
 
 
 def test_a_cache_below_a_folder_that_may_not_be_entered_cannot_be_written(closed):

@@ -19,6 +19,7 @@ import torch
 
 from tlora_fx.codegen.kernels import build, emitter
 from tlora_fx.codegen.spec import DTYPES, MAX_SITES, KernelSpec, Kind
+from tlora_fx.config.paths import is_there
 from tlora_fx.errors import DumpNotWritable, GraphNotStorable, KernelSpecError, errors_as
 from tlora_fx.graph_file import SUFFIX, graph_text
 from tlora_fx.host.durable import replace_file
@@ -93,7 +94,7 @@ def dump(
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
     """Write the files of a dump, by name, in place of those of an earlier one."""
-    there = [name for name in files if (folder / name).exists()]
+    there = [name for name in files if is_there(folder / name)]
     # A file called report.txt alone is somebody else's.
     if there and not any(name.startswith("ssm.") for name in there):
         raise DumpNotWritable(

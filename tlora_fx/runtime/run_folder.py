@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from tlora_fx.config.paths import is_there
 from tlora_fx.errors import MetricsError, RunFolderError, errors_as, nearest
 from tlora_fx.host.durable import replace_file, sync_folder
 from tlora_fx.host.formats import read_object, require_known_stamp, stamp
@@ -608,7 +609,7 @@ def require_no_run(path: Path) -> None:
 
     raises    RunFolderError
     """
-    own = [name for name in (LEDGER, RECORD) if (path / name).exists()]
+    own = [name for name in (LEDGER, RECORD) if is_there(path / name)]
     if own:
         raise RunFolderError(
             "the output folder is the folder of a run",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from tlora_fx.config.paths import is_there
 from tlora_fx.errors import ReportNotWritable, errors_as
 from tlora_fx.host.durable import replace_file
 from tlora_fx.host.version import __version__
@@ -544,7 +545,7 @@ def require_folder(folder: Path) -> None:
     raises    ReportNotWritable; also where a file would be overwritten that is of no report
     """
     files = (PAGE, NUMBERS, METRICS_FILE, JOBS_FILE, GPUS_FILE)
-    there = [name for name in files if (folder / name).exists()]
+    there = [name for name in files if is_there(folder / name)]
     # Files that are called jobs.csv or index.html alone are somebody else's.
     if there and NUMBERS not in there:
         raise ReportNotWritable(
