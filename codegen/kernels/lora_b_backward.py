@@ -72,7 +72,7 @@ def pass_slab(
     ds_parts,  # [SLABS, tokens, width]
     db_parts,  # [chunks, width, OUTER]  #? not accumulate
     #? accumulate [
-    job_ranks,  # [jobs + 1]
+    bounds,  # [jobs + 1]
     out_b,  # [rows, OUTER]
     #]
     #? copy [
@@ -92,8 +92,8 @@ def pass_slab(
     slot = tl.load(slots + job) + block * RANK_BLOCK
     owned = slot < tl.load(slots + job + 1, mask=there, other=0)
     #? accumulate [
-    first = tl.load(job_ranks + job) + block * RANK_BLOCK
-    own_rows = tl.load(job_ranks + job + 1, mask=there, other=0) - first
+    first = tl.load(bounds + job) + block * RANK_BLOCK
+    own_rows = tl.load(bounds + job + 1, mask=there, other=0) - first
     #]
     await_previous(OVERLAP)  #? overlap
     busy = owned  #? not copy

@@ -55,13 +55,15 @@ class FolderKind:
 
     @classmethod
     def of(cls, folder: Path) -> FolderKind:
-        """What a folder is; raises LedgerError, NewerFormat."""
+        """The kind of a folder; raises LedgerError, NewerFormat."""
         inbox = (folder / SERVICE_INBOX).is_dir()
         with open_ledger(folder) as base:
             if base is None:
                 return cls(of_run=False, of_service=inbox)
             query = "SELECT name FROM sqlite_master WHERE type = 'table'"
             tables = {name for (name,) in base.execute(query)}
+            if not tables:  # nobody has begun there
+                return cls(of_run=False, of_service=inbox)
             owns = _has_rows(base, tables, "owned") or _has_rows(base, tables, "submissions")
             others = "WHERE NOT EXISTS (SELECT 1 FROM owned WHERE owned.name = jobs.name)"
             if _has_rows(base, tables, "jobs", others if "owned" in tables else ""):

@@ -417,7 +417,7 @@ class Ledger:
                     base.execute("INSERT OR REPLACE INTO failures VALUES (?, ?)", row)
 
     def failures(self, job: str) -> FailureRecord | None:
-        """What `note_failures` noted of a job; None: nothing. Raises LedgerError."""
+        """Record that `note_failures` made of a job; None: none. Raises LedgerError."""
         for (text,) in self._rows("SELECT record FROM failures WHERE job = ?", job):
             with reading(self.path):
                 return FAILURES.validate_json(text)

@@ -291,7 +291,7 @@ def _plan(config: WorkerConfig, model: SuperModel, launch: Launch) -> Plan:
 
 
 class Arrivals(NamedTuple):
-    """What jobs need that join: their samples, and the checkpoints that they go on from.
+    """Samples of jobs that join, and the checkpoints that they go on from.
 
     absent   jobs that cannot join since their files cannot be read now, each with the reason
     """
