@@ -8,7 +8,7 @@ from tests.scheduler.loop_rig import Scripted, rig, together
 from tests.scheduler.looping import Plain, request
 from tests.simulator.faults import Faults
 from tlora_fx.scheduler.loop import RetryPolicy
-from tlora_fx.scheduler.state import ActiveJob
+from tlora_fx.scheduler.state import ActiveJob, FailureRecord
 from tlora_fx.scheduler.store import Ledger
 
 
@@ -115,6 +115,9 @@ def test_failures_count_though_another_process_goes_on():
     again = rig(Scripted(together("a", "b")), ledger=ledger)
     for name in "ab":
         again.loop.submit(request(name, steps=1000))
+    assert (again.loop.retries.suspects("a"), again.loop.retries.suspects("b")) == (True, False)
+    assert ledger.failures("b").shared == 1
+    again.loop.cancel("b")
     again.loop.advance(0.0)
     assert [run.group.jobs for run in again.loop.running.values()] == [("a",)]
     again.executor.fail_group(max(again.loop.running), "out of memory")
@@ -122,7 +125,16 @@ def test_failures_count_though_another_process_goes_on():
 
     assert again.loop.ended["a"] == "failed: its group failed 3 times alone: out of memory"
     assert ledger.failures("a") is None
-    assert ledger.failures("b").shared == 1
+
+
+@pytest.mark.parametrize(("killed", "stays"), [(0, True), (2, False)])
+def test_suspicion_of_jobs_that_were_killed_ends_with_their_process(killed, stays):
+    """Where machines die often, jobs train together again; their failures are counted on."""
+    retries = RetryPolicy(3)
+    retries.restore("a", FailureRecord(alone=2, killed=killed, shared=3, suspect=True))
+
+    assert retries.suspects("a") is stays
+    assert retries.failures("a") == 2
 
 
 def test_progress_in_another_process_forgives_failures():

@@ -97,10 +97,12 @@ class RetryPolicy:
     def restore(self, name: str, saved: FailureRecord) -> None:
         """Go on with a job's record of an earlier process, as `keep` heard it.
 
-        Its failures in groups are counted anew: they are never forgiven, and a job of a run that is
-        started again and again would come to stay alone for good.
+        Suspicion alone does not outlive a process, unless the job failed alone and was not killed:
+        where machines die often, jobs would never train together again. Failures in groups are
+        counted anew, for progress does not lower them.
         """
-        self._records.setdefault(name, replace(saved, shared=0))
+        suspect = saved.suspect and saved.alone > saved.killed
+        self._records.setdefault(name, replace(saved, shared=0, suspect=suspect))
 
     def failed(self, jobs: Iterable[ActiveJob], *, killed: bool = False) -> list[ActiveJob]:
         """A group failed; its jobs' steps are settled. Returns those to give up.
