@@ -40,9 +40,8 @@ _HERE = nullcontext()
 _HOPPER = 90
 _SMALL_BLOCK = 16
 #: Gradients of rows of so few tokens, and so few for each job of the tables, leave whole: to sum up
-#: chunks of 512 tokens takes longer than to leave a job to fewer programs, also where one job has
-#: nearly all tokens (H200, ranks 8 to 64, 8 x 160 tokens: 42.6 against 43.2 ms a step; of one job's
-#: 1,140 tokens beside 7 x 20: 42.2 against 42.4).
+#: chunks of 512 tokens takes longer than to leave a job to fewer programs (H200: `ours-chunked` in
+#: benchmarks/results/step.md).
 SHORT_ROW, _SHORT_SEGMENT = 1280, 256
 # Tokens of a chunk of such rows: more than they have.
 _SHORT_CHUNK = 2048
@@ -453,12 +452,9 @@ class KernelCall:
             sites = [self.kernel_group.sites[index] for index in indices]
             first, (tile, behind, copied) = sites[0], form(indices[0])
             shares = [
-                self.empty(
-                    -(-site.outer // tile.slab), self.tokens, site.width,
-                    dtype=db_parts[index].dtype,
-                )
-                for index, site in zip(indices, sites, strict=True)
-            ]  # fmt: skip
+                self.empty(-(-site.outer // tile.slab), self.tokens, site.width, dtype=parts.dtype)
+                for site, parts in zip(sites, (db_parts[index] for index in indices), strict=True)
+            ]
             wide = [rows for index in indices if (rows := extended[index]) is not None]
             slots = [self.tables[index].slots for index in indices]
             joined = self.beside(indices)
@@ -480,8 +476,7 @@ class KernelCall:
                 wide if copied else None,
             )
             summed = replace(rule_of("sum_ds", first), slab=tile.slab)
-            tail = {"extend": "tail"} if behind else {}
-            kernel("sum_ds", first, summed, **tail, **joined)(
+            kernel("sum_ds", first, summed, extend="tail" if behind else "", **joined)(
                 shares,
                 [packed[index].flags for index in indices],
                 self.row.segments,
