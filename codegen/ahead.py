@@ -57,10 +57,11 @@ class Ahead:
         # By their addresses, which others take over once they are gone.
         self._done: dict[str, weakref.WeakValueDictionary[int, Any]] = {}
 
-    def start(self, device: Any) -> None:
+    def start(self, device: Any, beside: int = 1) -> None:
         """Start in the background what compiles for a GPU, once: it takes some seconds.
 
         device   a torch.device; nothing is started for a CPU
+        beside   processes of this machine that train together, which divide its CPUs
         """
         if device.type != "cuda" or self._starting is not None:
             return
@@ -68,10 +69,10 @@ class Ahead:
             # A thread that imports what another one does may wait for it for ever.
             for name in ("torch._inductor.async_compile", "triton.runtime.driver"):
                 importlib.import_module(name)
-            self._starting = Thread(target=self._start, args=(device,), daemon=True)
+            self._starting = Thread(target=self._start, args=(device, beside), daemon=True)
             self._starting.start()
 
-    def _start(self, device: Any) -> None:
+    def _start(self, device: Any, beside: int) -> None:
         import torch
         from triton import knobs
         from triton.runtime import driver
@@ -81,7 +82,7 @@ class Ahead:
             # Inductor's processes, and this one from its first kernel on, would have another
             # assembler than Triton's, and Triton keeps what each has made apart.
             os.environ.setdefault("TRITON_PTXAS_PATH", knobs.nvidia.ptxas.path)
-            self._pool = _processes()
+            self._pool = _processes(beside)
             # Before torch's own end of them, which waits for some seconds.
             atexit.register(_end, self._pool)
             with torch.cuda.device(device):
@@ -202,13 +203,14 @@ class Ahead:
         return submitted
 
 
-def _processes() -> Any:
+def _processes(beside: int) -> Any:
     """Inductor's processes; None where it has none, as on a single CPU."""
     from torch._inductor import async_compile, config
 
     if _COUNT not in os.environ:
         # Inductor does not know how many CPUs a container may use.
-        config.compile_threads = min(async_compile.get_compile_threads(), usable_cpus())
+        own = max(1, usable_cpus() // beside)
+        config.compile_threads = min(async_compile.get_compile_threads(), own)
     count = async_compile.get_compile_threads()
     if count <= 1:
         return None

@@ -43,7 +43,7 @@ class Here(module._Elsewhere):
 def ahead(monkeypatch):
     """One that has no processes, in place of the one of this process."""
     own = Ahead()
-    monkeypatch.setattr(own, "start", lambda device: None)
+    monkeypatch.setattr(own, "start", lambda device, beside=1: None)
     monkeypatch.setattr(launching, "ahead", own)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", None)
@@ -175,21 +175,23 @@ def test_a_hook_of_somebody_else_stays(ahead, caplog, monkeypatch):
     assert "somebody else" in caplog.text
 
 
-@pytest.mark.parametrize(("said", "count"), [(None, 2), ("7", 7)])
-def test_there_are_as_many_processes_as_a_container_has_cpus(monkeypatch, said, count):
-    """Unless the user says how many."""
+@pytest.mark.parametrize(("said", "beside", "count"), [(None, 1, 4), (None, 2, 2), ("7", 2, 7)])
+def test_processes_that_train_together_divide_the_cpus_of_a_container(
+    monkeypatch, said, beside, count
+):
+    """Unless the user says how many compile."""
     from torch._inductor import async_compile, config
 
     submitted = []
     pool = SimpleNamespace(submit=submitted.append)
-    monkeypatch.setattr(module, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(module, "usable_cpus", lambda: 4)
     monkeypatch.setattr(async_compile.AsyncCompile, "process_pool", lambda: pool)
     monkeypatch.delenv(module._COUNT, raising=False)
     if said is not None:
         monkeypatch.setenv(module._COUNT, said)
 
     with config.patch(compile_threads=7):
-        assert module._processes() is pool
+        assert module._processes(beside) is pool
 
     assert len(submitted) == count
 

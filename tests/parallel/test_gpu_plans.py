@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.parallel.processes import run_processes
 from tests.parallel.training import mixed_jobs, parting, quiet_jobs, train_all, write_base
+from tests.runtime.asked_kernels import noted_kernels
+from tests.runtime.groups import make_data, make_job, tiny_base
+from tlora_fx import compile
+from tlora_fx.config.job import BaseSpec
+from tlora_fx.cost.plan import MeshShape
+from tlora_fx.planners.protocol import find_planner
+from tlora_fx.runtime.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
 
@@ -113,3 +122,31 @@ def test_kernels_and_compiled_layers_train_under_plans(halves: Any, name: str) -
     assert not isinstance(halves[name], str), halves[name]
     for (loss, _), (other, _) in zip(halves[name], halves["half"], strict=True):
         assert math.isclose(float(loss), float(other), rel_tol=2e-2)
+
+
+def test_replicas_ask_for_all_kernels_of_ours_that_a_round_starts(tmp_path: Path) -> None:
+    """Each of two processes that have started none of them, in the forms in which rows run."""
+    _needs(2)
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": 512}
+    base = tiny_base(tmp_path, "bfloat16", **sizes)
+
+    for kernels in run_processes(2, kernels_of_a_replica, tmp_path, base, gpus=True):
+        assert kernels["asked for"]
+        assert not kernels["not asked for"]
+
+
+def kernels_of_a_replica(folder: Path, base: BaseSpec) -> dict[str, list[Any]]:
+    """Train two jobs as one of two replicas; what was asked for, and what was not."""
+    rank = dist.get_rank()
+    # A note of the other one's would say that there is nothing to ask for.
+    os.environ["TRITON_CACHE_DIR"] = str(folder / f"triton {rank}")
+    more: dict[str, Any] = {"per_device_train_batch_size": 8, "max_steps": 6}
+    jobs = [make_job(base, name, seed=1, lora={"r": 3}, **more) for name in "ab"]
+    model = compile(jobs)
+    plan = find_planner("replicated").plan(model, MeshShape(dp=2))
+    with noted_kernels() as found:
+        Trainer(
+            model, output=folder / "run", device=f"cuda:{rank}", plan=plan,
+            data=make_data(jobs, longest=300),
+        ).run()  # fmt: skip
+    return found

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.runtime.asked_kernels import noted_kernels
 from tests.runtime.groups import losses_of, make_data, make_job, shuffle_inductor_choices, tiny_base
 from tlora_fx.codegen.ahead import Ahead
 from tlora_fx.compiler import compile
@@ -173,25 +174,16 @@ def test_all_kernels_of_ours_that_a_round_starts_were_asked_for(tmp_path, compil
 
 def print_kernels(folder, compiled):
     """Train two jobs on rows of many lengths; which kernels were asked for, and which were not."""
-    asked, started = set(), set()
-    hook = Ahead._hook
-
-    def noted(own, *, key, fn, compile, **rest):
-        form = fn.module, fn.name, str(key)
-        (asked if own.is_on else started).add(form)
-        return hook(own, key=key, fn=fn, compile=compile, **rest)
-
-    Ahead._hook = noted
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": 512}
     base = tiny_base(Path(folder), "bfloat16", **sizes)
     more = {"per_device_train_batch_size": 8, "max_steps": 6}
     jobs = [make_job(base, name, seed=1, lora={"r": 3}, **more) for name in "ab"]
     options = TrainerOptions(compiled=compiled == "True", wait_for_compile=True)
-    Trainer(
-        compile(jobs), output=Path(folder) / "run", device="cuda",
-        data=make_data(jobs, longest=300), options=options,
-    ).run()  # fmt: skip
-    found = {"asked for": sorted(asked), "not asked for": sorted(started - asked)}
+    with noted_kernels() as found:
+        Trainer(
+            compile(jobs), output=Path(folder) / "run", device="cuda",
+            data=make_data(jobs, longest=300), options=options,
+        ).run()  # fmt: skip
     sys.stdout.write(json.dumps(found))
 
 

@@ -143,7 +143,7 @@ def _applied(
 
         pipeline = PipelineRunner(model, plan, mesh, largest_row=largest_row)
         return ReducingRunner(model, mesh, pipeline)
-    runner = RowRunner(model, mesh)
+    runner = RowRunner(model, mesh, sharded=sharded is not None)
     if largest_row and mesh.device.type == "cuda" and plan.captures:
         runner.graphs = _graphs(model, mesh, largest_row, sharded)
     runner.nano_batches = plan.nano_batches
@@ -274,12 +274,13 @@ class StepRunner(Protocol):
 class RowRunner:
     """Runs whole rows, one after the other, as a single process does.
 
+    sharded  the base is sharded over the mesh's replicas
     nano     set when rows are first cut into nano-batches; its number may change between rounds
     graphs   of rows that come again, where rows may run so
     """
 
-    def __init__(self, model: SuperModel, mesh: Mesh) -> None:
-        self.model, self.mesh = model, mesh
+    def __init__(self, model: SuperModel, mesh: Mesh, *, sharded: bool = False) -> None:
+        self.model, self.mesh, self.sharded = model, mesh, sharded
         self.nano: NanoModel | None = None
         self.graphs: RowGraphs | None = None
 
@@ -325,7 +326,7 @@ class RowRunner:
 
     def _compile_ahead(self, row: PackedBatch, weights: Tensor) -> None:
         """Have the kernels of the first row compiled, in the form in which it will run."""
-        if self.mesh.device.type == "cuda" and self._is_alone:
+        if self.mesh.device.type == "cuda" and self._runs_whole_rows:
             ahead.try_once(
                 "row",
                 self.model,
@@ -351,17 +352,22 @@ class RowRunner:
             [sorted(job.lora_fields.items()) for job in model.jobs],
             (model.source, model.is_compiled, model.is_open),
             (torch.cuda.get_device_name(weights.device), kernel_mode(), is_strict()),
+            # Several processes add gradients by other kernels.
+            self.mesh.size > 1,
             None if graphs is None else (graphs.ladder.steps, graphs.most, bool(graphs.refused)),
             (size_of(row) if row.is_plain else row.input_ids.shape, row.is_plain),
         )
 
     @property
-    def _is_alone(self) -> bool:
-        """Whether no other process, and no other part of the row, takes part in a row."""
-        return self.mesh.size == 1 and self.nano is None
+    def _runs_whole_rows(self) -> bool:
+        """Whether no other process, and no other part of a row, takes part in a row.
+
+        Replicas of a whole base talk between rounds alone.
+        """
+        return self.mesh.size == self.mesh.shape.dp and not self.sharded and self.nano is None
 
     def _run(self, row: PackedBatch, weights: Tensor) -> Tensor:
-        alone = self._is_alone
+        alone = self.mesh.size == 1 and self.nano is None
         with cut_by_jobs() if self.graphs is None else self.graphs.launching(row):
             before = _allocated(self.mesh.device)
             losses = self.model.weighted(self._moved(row), weights)

@@ -194,7 +194,7 @@ def arrange(
 
     device = launch.device(options.device)
     # What compiles kernels is ready by the time that it is needed.
-    ahead.start(device)
+    ahead.start(device, launch.per_machine)
     with phase("processes"):
         everyone = Ranks(join(launch, device))
     memory = memory_bytes(device, everyone)
