@@ -2,6 +2,8 @@
 
     python -m benchmarks.command --file gsm8k/train.jsonl
     python -m benchmarks.command --file gsm8k/train.jsonl --gpus 2 --plans auto,replicated,tensor
+    python -m benchmarks.command --file gsm8k/train.jsonl --gpus 2 --plans replicated,fsdp \
+        --batches 4 4 7 7 15 15 29 29                              # 16,000 tokens a round
 
 Llama-3-8B's shape with random weights in bfloat16, eight jobs of ranks 2 to 16 and batches 1 to 8.
 Each arm is one `tlora-fx train` in a process of its own:
@@ -18,7 +20,7 @@ PLAN       with --gpus: warm, `--gpus N --plan PLAN --compile`
 With --gpus, commands of a few steps that are not counted fill the caches first, side by side.
 
 `frozen` is the base without adapters: forward and backward of packed rows as one CUDA graph, its
-layers compiled, of thirty sequences of one length at two lengths; a line through both gives the
+layers compiled, of as many sequences of one length, at two lengths; a line through both gives the
 seconds for the tokens of a round. `trl` trains one of the jobs with TRL and PEFT.
 """
 
@@ -49,8 +51,8 @@ BATCHES = (1, 1, 2, 2, 4, 4, 8, 8)
 MAX_LENGTH = 512
 #: From this round on, rounds are steady.
 STEADY = 20
-#: Sequences, and the lengths of them, that the frozen model runs.
-SEQUENCES, LENGTHS = sum(BATCHES), (128, 160)
+#: Lengths of the sequences that the frozen model runs, as many as a round has.
+LENGTHS = (128, 160)
 SPECIAL = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "pad_token": "<|pad|>"}
 
 
@@ -148,7 +150,7 @@ def write_jobs(given: argparse.Namespace, name: str, steps: int) -> Path:
             "seed": place,
             "max_length": MAX_LENGTH,
         }
-        for place, (rank, batch) in enumerate(zip(RANKS, BATCHES, strict=True))
+        for place, (rank, batch) in enumerate(zip(RANKS, given.batches, strict=True))
     ]
     base = {"model": str(given.work / "base"), "dtype": given.shape.dtype}
     path: Path = given.work / f"jobs {name}.yaml"
@@ -290,14 +292,15 @@ def frozen(given: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.step_arms import Made, PackedArm
 
     rows = []
+    sequences = sum(given.batches)
     with tempfile.TemporaryDirectory() as folder:
         made = Made(replace(given.shape, ranks=(8,)), given.device, Path(folder))
         arm = PackedArm(made, stacked=False, graph=True)
         for length in LENGTHS:
-            arm.load(Mix("frozen", (SEQUENCES,), length=length))
+            arm.load(Mix("frozen", (sequences,), length=length))
             arm.step(3)
             seconds = statistics.median(arm.step(3) for _ in range(5))
-            rows.append({"tokens": SEQUENCES * length, "seconds": round(seconds, 4)})
+            rows.append({"tokens": sequences * length, "seconds": round(seconds, 4)})
     return {"rows": rows}
 
 
@@ -361,6 +364,10 @@ def _arguments() -> argparse.Namespace:
         "--arms",
         help="which of the arms above; all of this number of GPUs by default",
     )
+    parser.add_argument(
+        "--batches", type=int, nargs=len(BATCHES), default=BATCHES,
+        help="sequences a step of each of the eight jobs",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of each job")
     parser.add_argument("--long", type=int, default=170, help="the same of `long`, and of plans")
     parser.add_argument("--beside", default="frozen", help="frozen, trl")
@@ -374,6 +381,7 @@ def _arguments() -> argparse.Namespace:
     given.file, given.work = given.file.absolute(), given.work.absolute()
     given.work.mkdir(parents=True, exist_ok=True)
     given.sizes = ["--device", given.device] + ["--small"] * given.small
+    given.sizes += ["--batches", *map(str, given.batches)]
     given.shape = Shape()
     if given.small:
         given.shape = Shape(

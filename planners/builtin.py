@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 import torch
 from pydantic import PositiveInt
 
+from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.pipeline_simulation import require_schedule
 from tlora_fx.cost.plan import MeshShape, Plan, Schedule, model_fingerprint
+from tlora_fx.cost.profile_sources import saved_numbers
 from tlora_fx.errors import PlanNotRunnable
-from tlora_fx.ir.graph import HEAD, Block
+from tlora_fx.ir.graph import Block
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import require_shardable
 from tlora_fx.parallel.prepare import require_fits
@@ -96,16 +98,20 @@ class Fsdp(Planner):
     name: ClassVar[str] = "fsdp"
 
     class Options(PlannerOptions):
-        """Options of sharding; both are chosen by `memory_bytes` where they are left out.
+        """Options of sharding; the first two are chosen by memory where they are left out.
 
         Without `memory_bytes` weights are gathered twice and nothing is recomputed.
 
         keep_gathered   weights are kept from a layer's forward to its backward
         recompute       layers are computed again in the backward
+        longest_row     most tokens of a row of the data; None: `max_row_tokens`
+        compiled        layers run compiled, and keep less for their backward
         """
 
         keep_gathered: bool | None = None
         recompute: bool | None = None
+        longest_row: PositiveInt | None = None
+        compiled: bool = False
 
     def make(
         self, model: SuperModel, shape: MeshShape | None, options: Options, profile: Any
@@ -115,7 +121,10 @@ class Fsdp(Planner):
         raises    PlanNotRunnable for another mesh
         """
         mesh = _replicas(self.name, shape or MeshShape(dp=options.processes))
-        keep, recompute = choose(model, mesh.dp, options.memory_bytes, options.max_row_tokens)
+        row = options.longest_row or options.max_row_tokens
+        keep, recompute = choose(
+            model, mesh.dp, options.memory_bytes, row, compiled=options.compiled
+        )
         return _plan(
             self,
             model,
@@ -137,25 +146,31 @@ def _replicas(name: str, mesh: MeshShape) -> MeshShape:
     return mesh
 
 
-# What fits into a device's memory: a bound by counting, without a measurement. All values of a
-# layer's graph with a token dimension are taken as kept.
+# What fits into a device's memory, by counting, without a measurement.
 
 # What the allocator, libraries and what is not counted here may take.
 USABLE = 0.85
 
 
 def choose(
-    model: SuperModel, replicas: int, memory_bytes: int | None, row_tokens: int
+    model: SuperModel,
+    replicas: int,
+    memory_bytes: int | None,
+    row_tokens: int,
+    *,
+    compiled: bool = False,
 ) -> tuple[bool, bool]:
     """Whether gathered weights are kept, and whether layers are computed again.
 
     memory_bytes   of one device; None for unknown
     row_tokens     of the longest row
+    compiled       layers run compiled
     """
     if memory_bytes is None:
         return False, False
     usable = USABLE * memory_bytes - trained_bytes(model)
-    base, activations = base_bytes(model), activation_bytes(model, row_tokens)
+    base = base_bytes(model)
+    activations = activation_bytes(model, row_tokens, compiled=compiled)
     if base + activations <= usable:
         return True, False
     return False, base / replicas + activations > usable
@@ -171,13 +186,30 @@ def trained_bytes(model: SuperModel) -> int:
     return sum(4 * leaf.nbytes for leaf in model.net.parameters() if leaf.requires_grad)
 
 
-def activation_bytes(model: SuperModel, row_tokens: int) -> int:
-    """Most bytes that all layers together keep of one row for backward."""
-    blocks = [block for block in model.group.blocks.values() if block.name != HEAD]
-    return sum(len(block.instances) * _kept_bytes(block, row_tokens) for block in blocks)
+def activation_bytes(model: SuperModel, row_tokens: int, *, compiled: bool = False) -> int:
+    """Most bytes that all layers together keep of one row for backward.
+
+    A compiled layer keeps what goes into its products and comes out of them. Otherwise, and where
+    experts choose their tokens, all values of its graph with a token dimension are taken as kept.
+    """
+    facts = facts_of(model)
+    kept = 0.0
+    for layer in facts.layers:
+        block = model.group.block_of(layer.path)
+        if compiled and not _has_experts(block):
+            kept += saved_numbers(layer, facts.hidden) * facts.itemsize * row_tokens
+        else:
+            kept += _all_values(block, row_tokens)
+    return math.ceil(kept)
 
 
-def _kept_bytes(block: Block, row_tokens: int) -> int:
+def _has_experts(block: Block) -> bool:
+    """Whether a layer reads stacks of matrices, one for each expert."""
+    tensors = (node.meta["tensor"] for node in block.graph.nodes if node.op == "get_attr")
+    return any(ref.owner == "base" and len(ref.shape) > 2 for ref in tensors)
+
+
+def _all_values(block: Block, row_tokens: int) -> int:
     values = [node.meta.get("val") for node in block.graph.nodes if node.op == "call_function"]
     kept = 0
     for value in values:

@@ -226,6 +226,23 @@ def test_memory_decides_what_is_kept(model: SuperModel) -> None:
     assert choose(model, 4, needed // 2, 4096) == (False, True)
 
 
+def test_compiled_layers_are_taken_to_keep_what_products_take_and_give(model: SuperModel) -> None:
+    """Two layers of q, k, v, o, gate, up and down: what of them each keeps is counted by hand."""
+    config = model.backbone.config
+    hidden, wide = config.hidden_size, config.intermediate_size
+    narrow = hidden // config.num_attention_heads * config.num_key_value_heads
+    # The residual stream twice and the layer's result; q, k and v; what attention gives, and o;
+    # gate, up, their product, and down.
+    numbers = 3 * hidden + (hidden + 2 * narrow) + 2 * hidden + (3 * wide + hidden)
+    kept = activation_bytes(model, 512, compiled=True)
+
+    assert kept == config.num_hidden_layers * numbers * 512 * 8
+    assert 2 * kept < activation_bytes(model, 512)
+    room = base_bytes(model) + 2 * kept
+    assert choose(model, 4, room, 512, compiled=True) == (True, False)
+    assert choose(model, 4, room, 512) == (False, True)
+
+
 def test_a_plan_needs_its_processes(model: SuperModel, tmp_path: Path) -> None:
     """Without torchrun the error prints the command."""
     with pytest.raises(LaunchError, match="torchrun --nproc-per-node 2 -m tlora_fx"):

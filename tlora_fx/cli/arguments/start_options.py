@@ -258,7 +258,8 @@ def planned(
     """The plan, after all checks that need no weights."""
     from tlora_fx.errors import PlanNotRunnable
     from tlora_fx.parallel.prepare import require_fits
-    from tlora_fx.runtime.checks import check_memory
+    from tlora_fx.runtime.checks import check_memory, longest_row
+    from tlora_fx.runtime.data.batching import Cutting
     from tlora_fx.runtime.launching.launch import choose_plan
 
     assert options.plan is not None
@@ -268,6 +269,10 @@ def planned(
     }
     if options.plan == "pipeline":
         of_planner["shard_base"] = options.shard_base
+    if options.plan == "fsdp":
+        cutting = Cutting.of(model, options.max_row_tokens)
+        of_planner["longest_row"] = longest_row(model.jobs, data, cutting, launch.size)
+        of_planner["compiled"] = options.compiled
     if basis is not None:
         of_planner |= {"round": basis.work, "longest": basis.longest}
     profile = None if basis is None else basis.profile
