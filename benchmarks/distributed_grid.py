@@ -161,13 +161,17 @@ def predicted(cost: CostModel, plan: Plan, tokens: int, length: int) -> Row:
 
 
 def _measured(made: Planned, work: Work, given: Any) -> Row:
-    """Milliseconds of a round, and the most bytes since its second: replays allocate nothing."""
+    """Milliseconds of a round, and the most bytes since its second: replays allocate nothing.
+
+    Stages are captured in their first round, so theirs are counted from it on.
+    """
     cuda = given.device == "cuda"
+    counted_from = 0 if made.plan.mesh.pp > 1 else 1
     # Predictions of memory count the optimizers' states.
     made.update()
     began = perf_counter()
     for number in range(WARM_UP):
-        if number == 1 and cuda:
+        if number == counted_from and cuda:
             torch.cuda.reset_peak_memory_stats()
         work()
     warm = round(perf_counter() - began, 1)
