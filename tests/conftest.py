@@ -36,7 +36,7 @@ import pytest
 from _pytest.pathlib import import_path
 from hypothesis import HealthCheck, settings
 
-from tests import forked, kept_between_runs
+from tests import forked, kept_between_runs, sampled
 
 # Tests under Triton's interpreter compile no models.
 _SHARED = "tests.interpreted" if os.environ.get("TRITON_INTERPRET") == "1" else "tests.traced"
@@ -140,7 +140,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         test = name.partition("[")[0]
         quick = test in ONE_OF and cases[test] % ONE_OF[test] == 0
         cases[test] += 1
-        if name in SLOW or (test in SLOW and not quick):
+        is_slow = name in SLOW or (test in SLOW and not quick)
+        if is_slow or not sampled.is_tried(name, sampled.HALF):
             item.add_marker(pytest.mark.slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
@@ -150,6 +151,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Which half of large suites was tried."""
+    if sampled.HALF != sampled.ALL and config.option.markexpr == "not slow":
+        terminalreporter.write_line(
+            f"of large suites half {sampled.HALF} was tried: {sampled.VARIABLE}={sampled.HALF} "
+            f"repeats it, {sampled.ALL} tries both"
+        )
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,11 +1,60 @@
-"""Of many cases of one claim, some are tried in each run of the tests; `make slow` tries all."""
+"""Of many cases of one claim, some are tried in each run of the tests; `make slow` tries all.
+
+Of the suites that `large.txt` names, a run tries one half of all cases. The commit chooses it, so
+that a run can be repeated, and commits together try all. `TLORA_FX_SAMPLE=0`, `1` or `all` says
+otherwise.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import zlib
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+
+HERE = Path(__file__).parent
+VARIABLE = "TLORA_FX_SAMPLE"
+ALL = "all"
+LARGE = frozenset(
+    line for line in (HERE / "large.txt").read_text().splitlines() if not line.startswith("#")
+)
+Half = Literal["0", "1", "all"]
+
+
+def half_of(environment: dict[str, str]) -> Half:
+    """Which half of large suites a run tries; without git the first."""
+    match environment.get(VARIABLE):
+        case None:
+            words = ["git", "-C", str(HERE), "rev-parse", "HEAD"]
+            try:
+                done = subprocess.run(words, capture_output=True, text=True, check=False)
+            except FileNotFoundError:
+                return "0"
+            odd = done.returncode == 0 and int(done.stdout, 16) % 2
+            return "1" if odd else "0"
+        case "0" | "1" | "all" as said:
+            return said
+        case other:
+            raise pytest.UsageError(f"{VARIABLE} is 0, 1 or {ALL}, not {other!r}")
+
+
+HALF = half_of(dict(os.environ))
+# Workers, and processes with an interpreter of their own, try the same.
+os.environ[VARIABLE] = HALF
+
+
+def is_tried(name: str, half: Half) -> bool:
+    """Whether a case is of a half.
+
+    name   FILE::TEST[CASE], the file below this folder
+    """
+    if half == ALL or name.partition("::")[0] not in LARGE:
+        return True
+    return zlib.crc32(name.encode()) % 2 == int(half)
 
 
 def sampled(cases: Iterable[Any], one_of: int = 3) -> list[Any]:

@@ -53,11 +53,11 @@ def command(processes: int, *words: Any, restarts: int = 0, forked: bool = True)
 
 
 #: torchrun, of whose forks the others wait until the first has told what all have met: here as
-#: long as a busy machine takes.
+#: long as a busy machine takes; torchrun lets them do so for half a minute.
 PATIENT = """
 import runpy
 from tlora_fx.runtime.launching import launch
-launch.FIRST_TELLS_SECONDS = 600.0
+launch.FIRST_TELLS_SECONDS = 12.0
 runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
 """
 
