@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,3 +172,61 @@ def test_a_peer_that_hangs_is_killed_and_nobody_else() -> None:
 
     assert untouched is None
     assert child.wait(900) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "said", "grow"),
+    [
+        ("cuda", 1, None, True),
+        ("cuda", 1, "PYTORCH_ALLOC_CONF", False),
+        ("cuda", 1, "PYTORCH_CUDA_ALLOC_CONF", False),
+        ("cuda", 2, None, False),
+        ("cpu", 1, None, False),
+    ],
+)
+def test_segments_grow_in_one_process_on_a_gpu(monkeypatch, device, size, said, grow):
+    """Unless the user says how torch allocates."""
+    for name in launch.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if said:
+        monkeypatch.setenv(said, "max_split_size_mb:512")
+    settings = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
+
+    launch.let_segments_grow(torch.device(device), launch.Launch(size=size))
+
+    assert settings == ["expandable_segments:True"] * grow
+
+
+def test_a_torch_whose_segments_cannot_grow_allocates_as_it_does(monkeypatch, caplog):
+    """The log has the reason, and nothing is said to the user."""
+    for name in launch.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def refused(_):
+        raise RuntimeError("no such setting")
+
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", refused)
+    with caplog.at_level("INFO"):
+        launch.let_segments_grow(torch.device("cuda"), launch.Launch())
+
+    assert "no such setting" in caplog.text
+
+
+@pytest.mark.gpu
+def test_torch_hears_that_segments_grow():
+    """In a process of its own: the setting holds for all that it allocates later."""
+    code = (
+        "import torch; from tlora_fx.runtime.launching.launch import Launch, let_segments_grow; "
+        "let_segments_grow(torch.device('cuda'), Launch()); torch.zeros(1, device='cuda'); "
+        "print(torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments'])"
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if name not in launch.ALLOCATOR_VARIABLES
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr

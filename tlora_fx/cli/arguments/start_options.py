@@ -190,9 +190,10 @@ def arrange(
         from tlora_fx.codegen.ahead import ahead
         from tlora_fx.runtime.clocks import JobClocks, clocks_in
         from tlora_fx.runtime.distributed import Ranks
-        from tlora_fx.runtime.launching.launch import join, memory_bytes
+        from tlora_fx.runtime.launching.launch import join, let_segments_grow, memory_bytes
 
     device = launch.device(options.device)
+    let_segments_grow(device, launch)
     # What compiles kernels is ready by the time that it is needed.
     ahead.start(device, launch.per_machine)
     with phase("processes"):

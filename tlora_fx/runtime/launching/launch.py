@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -47,6 +49,9 @@ VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # torchrun counts how often it has started the processes again.
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 FIRST_TELLS_SECONDS = 2.0
+#: By which users say how torch allocates memory of a GPU.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +262,27 @@ def _require_same_versions(ranks: Ranks) -> None:
                 found=f"{versions[apart]} (rank {apart})",
                 help="start all processes from the same installation",
             )
+
+
+def let_segments_grow(device: torch.device, launch: Launch) -> None:
+    """Let torch's allocator grow the segments that it has, unless the user says how it allocates.
+
+    Rows of many lengths otherwise leave it with segments that later rows do not fit into. Processes
+    that copy shards out of each other's memory need segments of the usual kind.
+
+    device   nothing of this process may lie there yet
+    source   "Optimizing memory usage" in torch's notes on CUDA
+    """
+    said = any(os.environ.get(name) for name in ALLOCATOR_VARIABLES)
+    if device.type != "cuda" or launch.size > 1 or said:
+        return
+    try:
+        with warnings.catch_warnings():
+            # Newer versions want another name, which older ones do not have.
+            warnings.simplefilter("ignore", FutureWarning)
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    except Exception as error:  # noqa: BLE001  (then memory is allocated as torch does by itself)
+        logger.info("segments do not grow: %s: %s", type(error).__name__, error)
 
 
 def memory_bytes(device: torch.device, ranks: Ranks) -> int | None:
