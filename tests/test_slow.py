@@ -37,7 +37,7 @@ def test_both_halves_are_all_and_share_nothing(name, suite):
 
     assert sum(is_tried(case, half) for half in ("0", "1")) == 1
     assert is_tried(case, "all")
-    assert all(is_tried(f"test_slow.py::{name}", half) for half in ("0", "1"))
+    assert all(is_tried(f"test_readme.py::{name}", half) for half in ("0", "1"))
 
 
 def test_the_commit_chooses_where_nobody_does(monkeypatch):
