@@ -16,6 +16,9 @@ WORKERS ?= 3
 # Damaged files of each of 17 kinds that `make fuzz` reads.
 FUZZ_CASES ?= 1350
 
+# What runs of the tests leave each other (tests/kept_between_runs.py); mypy compares contents.
+KEPT := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tlora-fx-tests
+
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -73,7 +76,8 @@ lint: $(STAMP)
 	$(BIN)/ruff check --quiet .
 
 types: $(STAMP)
-	$(BIN)/mypy
+	@kept="$(KEPT)/mypy"; mkdir -p "$$kept" 2>/dev/null && test -w "$$kept" || kept=.mypy_cache; \
+	  MYPY_CACHE_DIR="$$kept" $(BIN)/mypy
 
 floors: $(STAMP)
 	$(BIN)/lint-imports --no-logo --no-cache
