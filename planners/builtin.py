@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from pydantic import PositiveInt
+from torch import fx
 
-from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.pipeline_simulation import require_schedule
 from tlora_fx.cost.plan import MeshShape, Plan, Schedule, model_fingerprint
-from tlora_fx.cost.profile_sources import saved_numbers
 from tlora_fx.errors import PlanNotRunnable
-from tlora_fx.ir.graph import Block
+from tlora_fx.ir.graph import HEAD, Block
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import require_shardable
 from tlora_fx.parallel.prepare import require_fits
@@ -187,36 +187,66 @@ def trained_bytes(model: SuperModel) -> int:
 
 
 def activation_bytes(model: SuperModel, row_tokens: int, *, compiled: bool = False) -> int:
-    """Most bytes that all layers together keep of one row for backward.
+    """Most bytes that all layers together keep of one row for backward."""
+    blocks = [block for block in model.group.blocks.values() if block.name != HEAD]
+    return sum(
+        len(block.instances) * _bytes_of(_kept_values(block, compiled=compiled), row_tokens)
+        for block in blocks
+    )
 
-    A compiled layer keeps what goes into its products and comes out of them. Otherwise, and where
-    experts choose their tokens, all values of its graph with a token dimension are taken as kept.
+
+def _kept_values(block: Block, *, compiled: bool) -> set[fx.Node]:
+    """Values that a layer may keep: all, but where it is compiled those of pointwise operators.
+
+    A compiled layer computes them again from its inputs and from what all other operators, such as
+    products and attention, take and give.
     """
-    facts = facts_of(model)
-    kept = 0.0
-    for layer in facts.layers:
-        block = model.group.block_of(layer.path)
-        if compiled and not _has_experts(block):
-            kept += saved_numbers(layer, facts.hidden) * facts.itemsize * row_tokens
-        else:
-            kept += _all_values(block, row_tokens)
-    return math.ceil(kept)
+    calls = [node for node in block.graph.nodes if node.op == "call_function"]
+    if not compiled:
+        return set(calls)
+    kept = {node for node in block.graph.nodes if node.op == "placeholder"}
+    for node in calls:
+        if not _is_fused(node):
+            kept |= {node, *map(_viewed, node.all_input_nodes)}
+    return kept
 
 
-def _has_experts(block: Block) -> bool:
-    """Whether a layer reads stacks of matrices, one for each expert."""
-    tensors = (node.meta["tensor"] for node in block.graph.nodes if node.op == "get_attr")
-    return any(ref.owner == "base" and len(ref.shape) > 2 for ref in tensors)
+#: Neither pointwise nor views, but fused with what is.
+_FUSED = frozenset(
+    {"aten::to", "aten::_to_copy", "aten::cat", "aten::clone", "aten::mean", "aten::sum"}
+)
 
 
-def _all_values(block: Block, row_tokens: int) -> int:
-    values = [node.meta.get("val") for node in block.graph.nodes if node.op == "call_function"]
-    kept = 0
-    for value in values:
+def _is_fused(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    pointwise = torch.Tag.pointwise in target.tags
+    return pointwise or _is_view(node) or target._schema.name in _FUSED
+
+
+def _is_view(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return bool(returns) and returns[0].alias_info is not None
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """The value that a view looks at, through views of views."""
+    while node.op == "call_function" and _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _bytes_of(nodes: Iterable[fx.Node], row_tokens: int) -> int:
+    """Bytes of those values that have a token dimension."""
+    found = 0
+    for value in (node.meta.get("val") for node in nodes):
         if isinstance(value, torch.Tensor) and any(_is_token(size) for size in value.shape):
             sizes = (row_tokens if _is_token(size) else int(size) for size in value.shape)
-            kept += math.prod(sizes) * value.element_size()
-    return kept
+            found += math.prod(sizes) * value.element_size()
+    return found
 
 
 def _is_token(size: object) -> bool:

@@ -15,8 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.runtime.groups import make_job, tiny_base
+from tests.runtime.groups import make_data, make_job, tiny_base
 from tlora_fx import compile
+from tlora_fx.cli.arguments.start_options import StartOptions, planned
 from tlora_fx.cost.load import balanced_cuts
 from tlora_fx.cost.plan import MeshShape, Plan, model_fingerprint
 from tlora_fx.errors import (
@@ -36,9 +37,10 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import FirstStep, GradientBuckets, require_nano
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.parallel.prepare import fitting_meshes, planned_passes, prepared, require_fits
-from tlora_fx.planners.builtin import activation_bytes, base_bytes, choose
+from tlora_fx.planners.builtin import activation_bytes, base_bytes, choose, trained_bytes
 from tlora_fx.planners.protocol import Planner, find_planner, planner_names, planner_of
 from tlora_fx.runtime.adapters.files import base_tensors
+from tlora_fx.runtime.checks import longest_row
 from tlora_fx.runtime.controllers import NanoBatches, find_controller
 from tlora_fx.runtime.data.batching import Cutting, cut_round
 from tlora_fx.runtime.distributed import _require_one_table, require_elementwise
@@ -226,21 +228,32 @@ def test_memory_decides_what_is_kept(model: SuperModel) -> None:
     assert choose(model, 4, needed // 2, 4096) == (False, True)
 
 
-def test_compiled_layers_are_taken_to_keep_what_products_take_and_give(model: SuperModel) -> None:
-    """Two layers of q, k, v, o, gate, up and down: what of them each keeps is counted by hand."""
-    config = model.backbone.config
-    hidden, wide = config.hidden_size, config.intermediate_size
-    narrow = hidden // config.num_attention_heads * config.num_key_value_heads
-    # The residual stream twice and the layer's result; q, k and v; what attention gives, and o;
-    # gate, up, their product, and down.
-    numbers = 3 * hidden + (hidden + 2 * narrow) + 2 * hidden + (3 * wide + hidden)
+def test_memory_decides_by_what_layers_keep_as_they_run(model: SuperModel) -> None:
+    """Compiled ones keep less, so more of them fit."""
     kept = activation_bytes(model, 512, compiled=True)
-
-    assert kept == config.num_hidden_layers * numbers * 512 * 8
-    assert 2 * kept < activation_bytes(model, 512)
     room = base_bytes(model) + 2 * kept
+
+    assert 2 * kept < activation_bytes(model, 512)
     assert choose(model, 4, room, 512, compiled=True) == (True, False)
     assert choose(model, 4, room, 512) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "longest", "recomputes"), [(True, 8, False), (False, 8, True), (True, 40, True)]
+)
+def test_a_start_counts_its_longest_row_and_whether_layers_are_compiled(
+    base: Any, model: SuperModel, compiled: bool, longest: int, recomputes: bool
+) -> None:
+    """On cards that hold what compiled layers keep of short samples, and not more."""
+    data = make_data(model.jobs, longest=longest)
+    row = longest_row(model.jobs, make_data(model.jobs, longest=8), Cutting.of(model, 4096), 2)
+    memory = int(1.3 * (trained_bytes(model) + base_bytes(model)))
+    memory += int(1.3 * activation_bytes(model, row, compiled=True))
+    options = StartOptions(jobs=Path("jobs.yaml"), plan="fsdp", compiled=compiled)
+
+    plan = planned(options, Launch(size=2), memory, model, data, None)
+
+    assert plan.recompute == recomputes
 
 
 def test_a_plan_needs_its_processes(model: SuperModel, tmp_path: Path) -> None:
