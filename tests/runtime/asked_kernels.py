@@ -14,7 +14,7 @@ from tlora_fx.codegen.ahead import Ahead
 def noted_kernels() -> Iterator[dict[str, list[Any]]]:
     """Fills what it yields, as it ends: forms that were asked for, and those that were not.
 
-    A form that the process has started before is none of both.
+    A form that the process has started before is neither.
     """
     asked: set[tuple[str, ...]] = set()
     started: set[tuple[str, ...]] = set()

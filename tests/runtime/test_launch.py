@@ -192,25 +192,29 @@ def test_segments_grow_in_one_process_on_a_gpu(monkeypatch, device, size, said, 
         monkeypatch.setenv(said, "max_split_size_mb:512")
     settings = []
     monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
 
     launch.let_segments_grow(torch.device(device), launch.Launch(size=size))
 
     assert settings == ["expandable_segments:True"] * grow
 
 
-def test_a_torch_whose_segments_cannot_grow_allocates_as_it_does(monkeypatch, caplog):
-    """The log has the reason, and nothing is said to the user."""
+def test_a_driver_whose_segments_cannot_grow_is_asked_no_more(monkeypatch, caplog):
+    """It refuses the first of them. The log has the reason, and nothing is said to the user."""
     for name in launch.ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
-    def refused(_):
-        raise RuntimeError("no such setting")
+    def refused(*_, **__):
+        raise RuntimeError("CUDA driver error: operation not supported")
 
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", refused)
+    settings = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
+    monkeypatch.setattr(torch, "empty", refused)
     with caplog.at_level("INFO"):
         launch.let_segments_grow(torch.device("cuda"), launch.Launch())
 
-    assert "no such setting" in caplog.text
+    assert settings == ["expandable_segments:True", "expandable_segments:False"]
+    assert "operation not supported" in caplog.text
 
 
 @pytest.mark.gpu

@@ -51,6 +51,8 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 FIRST_TELLS_SECONDS = 2.0
 #: By which users say how torch allocates memory of a GPU.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+#: More than what torch takes out of segments for small tensors.
+SEGMENT_BYTES = 2 << 20
 logger = logging.getLogger(__name__)
 
 
@@ -265,10 +267,11 @@ def _require_same_versions(ranks: Ranks) -> None:
 
 
 def let_segments_grow(device: torch.device, launch: Launch) -> None:
-    """Let torch's allocator grow the segments that it has, unless the user says how it allocates.
+    """Ask torch's allocator to grow its segments, unless the user says how it allocates.
 
     Rows of many lengths otherwise leave it with segments that later rows do not fit into. Processes
-    that copy shards out of each other's memory need segments of the usual kind.
+    that copy shards out of each other's memory need segments of the usual kind. Some drivers, such
+    as those of WSL, refuse such segments when the first one is allocated, so one is.
 
     device   nothing of this process may lie there yet
     source   "Optimizing memory usage" in torch's notes on CUDA
@@ -277,12 +280,19 @@ def let_segments_grow(device: torch.device, launch: Launch) -> None:
     if device.type != "cuda" or launch.size > 1 or said:
         return
     try:
-        with warnings.catch_warnings():
-            # Newer versions want another name, which older ones do not have.
-            warnings.simplefilter("ignore", FutureWarning)
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        _set_allocator("expandable_segments:True")
+        torch.empty(SEGMENT_BYTES, dtype=torch.uint8, device=device)
     except Exception as error:  # noqa: BLE001  (then memory is allocated as torch does by itself)
         logger.info("segments do not grow: %s: %s", type(error).__name__, error)
+        with suppress(Exception):
+            _set_allocator("expandable_segments:False")
+
+
+def _set_allocator(settings: str) -> None:
+    with warnings.catch_warnings():
+        # Newer versions want another name, which older ones do not have.
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.cuda.memory._set_allocator_settings(settings)
 
 
 def memory_bytes(device: torch.device, ranks: Ranks) -> int | None:
