@@ -209,7 +209,10 @@ def _processes(beside: int) -> Any:
 
     if _COUNT not in os.environ:
         # Inductor does not know how many CPUs a container may use.
-        own = max(1, usable_cpus() // beside)
+        own = usable_cpus()
+        if len(os.sched_getaffinity(0)) == os.cpu_count():
+            # Nobody has given each process CPUs of its own.
+            own = max(min(own, 2), own // beside)
         config.compile_threads = min(async_compile.get_compile_threads(), own)
     count = async_compile.get_compile_threads()
     if count <= 1:

@@ -175,16 +175,27 @@ def test_a_hook_of_somebody_else_stays(ahead, caplog, monkeypatch):
     assert "somebody else" in caplog.text
 
 
-@pytest.mark.parametrize(("said", "beside", "count"), [(None, 1, 4), (None, 2, 2), ("7", 2, 7)])
+@pytest.mark.parametrize(
+    ("said", "beside", "bound", "count"),
+    [
+        (None, 1, False, 6),
+        (None, 2, False, 3),
+        (None, 8, False, 2),
+        (None, 2, True, 6),
+        ("7", 2, False, 7),
+    ],
+)
 def test_processes_that_train_together_divide_the_cpus_of_a_container(
-    monkeypatch, said, beside, count
+    monkeypatch, said, beside, bound, count
 ):
-    """Unless the user says how many compile."""
+    """Unless the user says how many compile, or each has CPUs of its own."""
     from torch._inductor import async_compile, config
 
     submitted = []
     pool = SimpleNamespace(submit=submitted.append)
-    monkeypatch.setattr(module, "usable_cpus", lambda: 4)
+    monkeypatch.setattr(module, "usable_cpus", lambda: 6)
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: range(6 if bound else 64))
     monkeypatch.setattr(async_compile.AsyncCompile, "process_pool", lambda: pool)
     monkeypatch.delenv(module._COUNT, raising=False)
     if said is not None:
