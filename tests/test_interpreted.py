@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import interpreted
+from tests import interpreted, sampled
 from tests.conftest import HERE, SLOW
 
 FILES = sorted(HERE.glob("*/interpreted/test_*.py"))
@@ -17,9 +17,11 @@ def test_interpreted():
 
 @pytest.mark.slow
 def test_slow_ones_interpreted():
-    """Every plan with and without dropout, where the quick tests take some."""
+    """Every plan with and without dropout, where the quick tests take some; and the other half."""
     words = ("SLOW", "sampled(")
     named = {HERE / line.partition("::")[0] for line in SLOW}
+    if sampled.HALF != sampled.ALL:
+        named |= {HERE / name for name in sampled.LARGE}
     files = [path for path in FILES if path in named or any(w in path.read_text() for w in words)]
 
     interpreted.run(*files, marked="slow")
