@@ -20,8 +20,9 @@ PLAN       with --gpus: warm, `--gpus N --plan PLAN --compile`
 With --gpus, commands of a few steps that are not counted fill the caches first, side by side.
 
 `frozen` is the base without adapters: forward and backward of packed rows as one CUDA graph, its
-layers compiled, of as many sequences of one length, at two lengths; a line through both gives the
-seconds for the tokens of a round. `trl` trains one of the jobs with TRL and PEFT.
+layers compiled. It has as many sequences as a round, all of one length, at two lengths; a line
+through both gives the seconds for the tokens of a round. `trl` trains one of the jobs with TRL and
+PEFT.
 """
 
 from __future__ import annotations

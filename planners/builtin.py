@@ -228,8 +228,10 @@ def _is_fused(node: fx.Node) -> bool:
 def _is_view(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    returns = node.target._schema.returns
-    return bool(returns) and returns[0].alias_info is not None
+    schema = node.target._schema
+    # One that changes the dtype may give the same tensor, so its result is said to be a view.
+    changes = schema.name in _FUSED
+    return not changes and bool(schema.returns) and schema.returns[0].alias_info is not None
 
 
 def _viewed(node: fx.Node) -> fx.Node:
