@@ -144,6 +144,19 @@ def _memory_around_an_allocation() -> tuple[int, int, int]:
     return before, after, len(written)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_worker_alone_on_its_gpu_lets_segments_grow(monkeypatch, config, size):
+    """Workers of one group may copy shards out of each other's memory."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", asked := [].append)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+
+    device = worker._device(replace(config, device="cuda", gpus=(3, 5)), Launch(size=size))
+
+    assert device == torch.device("cuda", 3)
+    assert asked.__self__ == ["expandable_segments:True"] * (size == 1)
+
+
 def test_who_only_leaves_waits_for_no_reader(monkeypatch, config, tmp_path):
     """Though one is busy with those who come to another group."""
     config.write(tmp_path / "worker.json")

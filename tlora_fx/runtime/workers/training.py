@@ -42,7 +42,12 @@ from tlora_fx.runtime.checks import load_all_data
 from tlora_fx.runtime.clocks import JobClocks, kept_clocks
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.isolation import is_out_of_memory
-from tlora_fx.runtime.launching.launch import Launch, exits_at_once, join
+from tlora_fx.runtime.launching.launch import (
+    Launch,
+    exits_at_once,
+    join,
+    let_segments_grow,
+)
 from tlora_fx.runtime.optim.trainable import require_trainable
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 from tlora_fx.runtime.workers.job_files import absent_files, is_about_files
@@ -268,6 +273,8 @@ def _device(config: WorkerConfig, launch: Launch) -> torch.device:
         return launch.device(config.device)
     device = torch.device("cuda", config.gpus[launch.rank])
     torch.cuda.set_device(device)
+    # A process that stays alone on its GPU carries out such orders only, which shard nothing.
+    let_segments_grow(device, launch)
     return device
 
 

@@ -71,10 +71,14 @@ def _train(
         parent.send(True)
 
     threading.Thread(target=watch, daemon=True).start()
+    import torch
+
+    from tlora_fx.runtime.launching.launch import Launch, let_segments_grow
     from tlora_fx.training.engine import Engine
     from tlora_fx.training.log import CommandLog
     from tlora_fx.training.process import run_commands
 
+    let_segments_grow(torch.device(options.device), Launch())
     with without_foreign_notices():
         try:
             log, engine = CommandLog(options.folder, clock), Engine(options)
