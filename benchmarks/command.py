@@ -4,8 +4,11 @@
     python -m benchmarks.command --file gsm8k/train.jsonl --gpus 2 --plans auto,replicated,tensor
     python -m benchmarks.command --file gsm8k/train.jsonl --gpus 2 --plans replicated,fsdp \
         --batches 4 4 7 7 15 15 29 29                              # 16,000 tokens a round
+    python -m benchmarks.command --file gsm8k/train.jsonl --base qwen3-moe --adapt-experts
 
-Llama-3-8B's shape with random weights in bfloat16, eight jobs of ranks 2 to 16 and batches 1 to 8.
+Llama-3-8B's shape with random weights in bfloat16, or Qwen3-30B-A3B's, eight jobs of ranks 2 to 16
+and batches 1 to 8. Adapters are on all linears, or of the mixture on attention, and with
+--adapt-experts on experts too.
 Each arm is one `tlora-fx train` in a process of its own:
 
 cold       `--compile`, no cache of ours, of Triton or of Inductor; Python's bytecode is there
@@ -46,7 +49,7 @@ from typing import Any
 
 from benchmarks.data import byte_level_tokenizer
 from benchmarks.results_file import RESULTS, described, write
-from benchmarks.step_mixes import RANKS, Mix, Shape
+from benchmarks.step_mixes import EXPERTS, RANKS, Mix, Mixture, Shape
 
 BATCHES = (1, 1, 2, 2, 4, 4, 8, 8)
 MAX_LENGTH = 512
@@ -64,7 +67,8 @@ def main() -> None:
         print(json.dumps(frozen(given) if given.part == "frozen" else trl(given)))
         return
     found: dict[str, Any] = described("command", given.device) | {"arms": {}}
-    out = given.out / f"command-{given.gpus}-{found['date']}.json"
+    kind = "" if given.base == "llama" else f"-{given.base}" + "-experts" * given.adapt_experts
+    out = given.out / f"command{kind}-{given.gpus}-{found['date']}.json"
     make_base(given)
     warm = ["--compile"] if given.device == "cuda" else []
     if given.gpus > 1:
@@ -123,6 +127,18 @@ def make_base(given: argparse.Namespace) -> None:
     tokenizer.save_pretrained(base)
 
 
+def shape_of(given: argparse.Namespace) -> Shape:
+    """The base's shape, and what the jobs adapt."""
+    small = {"layers": 2, "hidden": 64, "heads": 4, "key_value_heads": 2, "vocabulary": 2048}
+    small |= {"intermediate": 128, "dtype": "float32"}
+    if given.base == "llama":
+        return Shape(**small if given.small else {})
+    adapted = EXPERTS if given.adapt_experts else ()
+    if given.small:
+        return Mixture(**small, head_width=16, experts=8, chosen=2, parameters=adapted)
+    return Mixture(layers=48, parameters=adapted)
+
+
 def fill(given: argparse.Namespace, commands: dict[str, list[str]]) -> None:
     """Fill the caches: a few steps of each of these commands, side by side.
 
@@ -141,10 +157,16 @@ def fill(given: argparse.Namespace, commands: dict[str, list[str]]) -> None:
 def write_jobs(given: argparse.Namespace, name: str, steps: int) -> Path:
     """The job file of an arm."""
     data = {"path": str(given.file), "columns": {"prompt": "question", "completion": "answer"}}
+    experts = given.shape.parameters
     jobs = [
         {
             "name": f"job-{place}",
-            "lora": {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"},
+            "lora": {
+                "r": rank,
+                "lora_alpha": 2 * rank,
+                "target_modules": given.shape.target_modules,
+                **({"target_parameters": [*experts]} if experts else {}),
+            },
             "data": data,
             "per_device_train_batch_size": batch,
             "max_steps": steps,
@@ -376,19 +398,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("build/command"), help="folder for files")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--base", default="llama", choices=("llama", "qwen3-moe"))
+    parser.add_argument("--adapt-experts", action="store_true", help="of a mixture, too")
     parser.add_argument("--small", action="store_true", help="a base of two small layers")
     parser.add_argument("--part", choices=("frozen", "trl"), help="run one part alone (internal)")
     given = parser.parse_args()
     given.file, given.work = given.file.absolute(), given.work.absolute()
     given.work.mkdir(parents=True, exist_ok=True)
-    given.sizes = ["--device", given.device] + ["--small"] * given.small
+    given.sizes = ["--device", given.device, "--base", given.base] + ["--small"] * given.small
     given.sizes += ["--batches", *map(str, given.batches)]
-    given.shape = Shape()
-    if given.small:
-        given.shape = Shape(
-            layers=2, hidden=64, intermediate=128, heads=4, key_value_heads=2, vocabulary=2048,
-            dtype="float32",
-        )  # fmt: skip
+    given.shape = shape_of(given)
     return given
 
 
