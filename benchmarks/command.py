@@ -129,10 +129,12 @@ def make_base(given: argparse.Namespace) -> None:
 
 def shape_of(given: argparse.Namespace) -> Shape:
     """The base's shape, and what the jobs adapt."""
-    small = {"layers": 2, "hidden": 64, "heads": 4, "key_value_heads": 2, "vocabulary": 2048}
-    small |= {"intermediate": 128, "dtype": "float32"}
+    small: dict[str, Any] = {
+        "layers": 2, "hidden": 64, "heads": 4, "key_value_heads": 2, "vocabulary": 2048,
+        "intermediate": 128, "dtype": "float32",
+    }  # fmt: skip
     if given.base == "llama":
-        return Shape(**small if given.small else {})
+        return Shape(**small) if given.small else Shape()
     adapted = EXPERTS if given.adapt_experts else ()
     if given.small:
         return Mixture(**small, head_width=16, experts=8, chosen=2, parameters=adapted)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tlora_fx.model import late_tensors
+from tlora_fx.model.late_tensors import LoadedTensors, MergesLater
 from tlora_fx.parallel import uploads
 from tlora_fx.parallel.uploads import UploadedTensors
 
@@ -83,3 +85,23 @@ def test_memory_of_tensors_that_nobody_took_is_used_behind_their_copies(monkeypa
         torch.cuda.synchronize()
 
         assert sum(int(each.count_nonzero()) for each in after) == 0
+
+
+@pytest.mark.parametrize("part", [1, 2**40], ids=["many threads", "one thread"])
+def test_a_tensor_in_pieces_arrives_whole(monkeypatch, tensors, part):
+    """Experts with two matrices each, larger and smaller than a buffer."""
+    monkeypatch.setattr(late_tensors, "LATE_BYTES", 0)
+    monkeypatch.setattr(uploads, "PART_BYTES", part)
+    experts = [list(torch.randn(5, 40, width)) for width in (300, 2000)]
+    with MergesLater() as later:
+        late = {
+            str(number): later.late(torch.cat([torch.stack(each), torch.stack(each)], dim=1))
+            for number, each in enumerate(experts)
+        }
+
+    with UploadedTensors(LoadedTensors(late), torch.device("cuda", 0), late) as base:
+        for number, each in enumerate(experts):
+            found = base[str(number)]
+            assert found.is_cuda
+            both = torch.stack(each)
+            assert torch.equal(found.cpu(), torch.cat([both, both], dim=1))

@@ -7,6 +7,8 @@ import torch
 
 from tests.runtime.groups import make_job, tiny_base
 from tlora_fx.compiler import compile
+from tlora_fx.model import late_tensors
+from tlora_fx.model.late_tensors import LateTensor, LoadedTensors, MergesLater
 from tlora_fx.parallel import uploads
 from tlora_fx.parallel.uploads import UploadedTensors
 from tlora_fx.runtime.adapters.files import base_tensors
@@ -37,11 +39,12 @@ def current(monkeypatch):
     """The current stream; a thread has one too, and copies at once."""
     stream = Stream()
 
-    def copy(self, source, target, free):
+    def copy(self, pairs, free):
         if not hasattr(self._own, "stream"):
             self._own.stream = Stream()
             self._streams.append(self._own.stream)
-        target.copy_(source)
+        for source, target in pairs:
+            target.copy_(source)
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     monkeypatch.setattr(UploadedTensors, "_copy", copy)
@@ -75,6 +78,32 @@ def test_tensors_are_sent_in_the_order_that_was_told(current, tensors):
 
     with UploadedTensors(tensors, CPU, names) as base:
         assert sent(base, tensors, [*names, "0.query"]) == names
+
+
+def test_a_tensor_in_pieces_is_sent_piece_by_piece(current, monkeypatch):
+    """Into the memory of the whole, which is put together nowhere else."""
+    monkeypatch.setattr(late_tensors, "LATE_BYTES", 0)
+    monkeypatch.setattr(LateTensor, "whole", None)
+    monkeypatch.setattr(uploads, "PART_BYTES", 5000)
+    experts = list(torch.randn(6, 30, 20))
+    with MergesLater() as later:
+        merged = torch.stack(experts)
+
+    with UploadedTensors(LoadedTensors({"experts": later.late(merged)}), CPU, ["experts"]) as base:
+        assert torch.equal(base["experts"], torch.stack(experts))
+    assert base._bytes == 0
+
+
+def test_pieces_that_lie_apart_in_the_whole_are_put_together_before(current, monkeypatch):
+    """A thread fills memory that lies together."""
+    monkeypatch.setattr(late_tensors, "LATE_BYTES", 0)
+    parts = list(torch.randn(6, 30, 20))
+    with MergesLater() as later:
+        merged = torch.cat(parts, dim=1)
+
+    with UploadedTensors(LoadedTensors({"all": later.late(merged)}), CPU, ["all"]) as base:
+        assert torch.equal(base["all"], torch.cat(parts, dim=1))
+        assert not base._streams
 
 
 def test_without_memory_nothing_is_sent_ahead(current, tensors, monkeypatch):

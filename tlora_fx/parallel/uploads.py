@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, starmap
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tlora_fx.host.memory import usable_cpus
+from tlora_fx.model.late_tensors import LoadedTensors, Piece
 
 logger = logging.getLogger(__name__)
 MAX_THREADS = 8
@@ -26,23 +28,27 @@ BUFFER_BYTES = 8 * 2**20
 AHEAD_BYTES = 2 * 2**30
 #: Smaller tensors are copied by who takes them.
 MIN_BYTES = 2**20
+#: So much of a tensor in pieces is one thread's.
+PART_BYTES = 64 * 2**20
+#: A tensor in main memory, and where it goes to.
+Pair = tuple[Tensor, Tensor]
 
 
 class Upload(NamedTuple):
     """A tensor on its way.
 
     target   on the GPU
-    sent     when done, the event behind its last copy
+    sent     when done, the event behind the last copy of a part of it, for each part
     """
 
     target: Tensor
-    sent: Future[Any]
+    sent: list[Future[Any]]
 
 
 class UploadedTensors(Mapping[str, Tensor]):
     """Tensors by name, which are on a GPU when they are asked for in an expected order.
 
-    tensors   in main memory
+    tensors   in main memory, or in pieces there (`LoadedTensors`)
     device    a GPU
     names     of tensors, each once, in the order in which they will be asked for
 
@@ -77,16 +83,16 @@ class UploadedTensors(Mapping[str, Tensor]):
         self._on_way.clear()
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
         if (place := self._places.get(name, -1)) >= self._next:
             self._next = place + 1
             self._start(name)
         upload = self._on_way.pop(name, None)
         self._send()
         if upload is None:
-            return tensor
-        self._bytes -= tensor.nbytes
-        torch.cuda.current_stream(self._device).wait_event(upload.sent.result())
+            return self._tensors[name]
+        self._bytes -= upload.target.nbytes
+        for sent in upload.sent:
+            torch.cuda.current_stream(self._device).wait_event(sent.result())
         return upload.target
 
     def __iter__(self) -> Iterator[str]:
@@ -107,18 +113,25 @@ class UploadedTensors(Mapping[str, Tensor]):
                 return
 
     def _start(self, name: str) -> None:
-        source = self._tensors[name].detach()
-        plain = type(source) is Tensor and source.device.type == "cpu" and source.is_contiguous()
-        if not plain or source.nbytes < MIN_BYTES:
+        late = self._tensors.late(name) if isinstance(self._tensors, LoadedTensors) else None
+        source = self._tensors[name].detach() if late is None else late.stand_in
+        if type(source) is not Tensor or source.nbytes < MIN_BYTES:
+            return
+        pieces = (Piece(source, (0,) * source.dim()),) if late is None else late.pieces
+        if any(each.device.type != "cpu" or not each.is_contiguous() for each, _ in pieces):
             return
         # Memory of the stream that goes on with it, which others may still be reading.
         target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
+        pairs = [(piece.tensor, piece.of(target)) for piece in pieces]
+        if not all(there.is_contiguous() for _, there in pairs):
+            return
         free = torch.cuda.current_stream(self._device).record_event()
         self._bytes += source.nbytes
-        self._on_way[name] = Upload(target, self._pool.submit(self._copy, source, target, free))
+        sent = [self._pool.submit(self._copy, part, free) for part in _parts(pairs)]
+        self._on_way[name] = Upload(target, sent)
 
-    def _copy(self, source: Tensor, target: Tensor, free: torch.cuda.Event) -> torch.cuda.Event:
-        """Copy a tensor on this thread's stream; the event behind it."""
+    def _copy(self, pairs: Sequence[Pair], free: torch.cuda.Event) -> torch.cuda.Event:
+        """Copy tensors into others on this thread's stream; the event behind it."""
         own = self._own
         with torch.cuda.device(self._device):
             if not hasattr(own, "stream"):
@@ -127,11 +140,12 @@ class UploadedTensors(Mapping[str, Tensor]):
                 own.buffers = _pinned_buffers()
                 own.read = [torch.cuda.Event(), torch.cuda.Event()]  # type: ignore[no-untyped-call]
             own.stream.wait_event(free)
-            pieces = zip(_pieces(source), _pieces(target), strict=True)
             with torch.cuda.stream(own.stream):
                 if not own.buffers:
-                    target.copy_(source)
-                for number, (here, there) in enumerate(pieces if own.buffers else ()):
+                    for source, target in pairs:
+                        target.copy_(source)
+                pieces = chain.from_iterable(starmap(_pieces, pairs if own.buffers else ()))
+                for number, (here, there) in enumerate(pieces):
                     buffer, read = own.buffers[number % 2], own.read[number % 2]
                     read.synchronize()  # it may be filled again
                     filled = buffer[: len(here)].copy_(here)
@@ -150,6 +164,19 @@ def _pinned_buffers() -> list[Tensor]:
         return []
 
 
-def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The bytes of a contiguous tensor, as many at a time as a buffer holds."""
-    return torch.split(tensor.view(-1).view(torch.uint8), BUFFER_BYTES)
+def _parts(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+    """Pairs for one thread at a time."""
+    part: list[Pair] = []
+    for pair in pairs:
+        part.append(pair)
+        if sum(source.nbytes for source, _ in part) >= PART_BYTES:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+def _pieces(source: Tensor, target: Tensor) -> Iterator[Pair]:
+    """The bytes of two contiguous tensors, as many at a time as a buffer holds."""
+    both = (torch.split(each.view(-1).view(torch.uint8), BUFFER_BYTES) for each in (source, target))
+    return zip(*both, strict=True)

@@ -26,6 +26,7 @@ from tlora_fx.host.phases import phase
 from tlora_fx.model.backbone import text_config
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.elastic import Admission
+from tlora_fx.model.late_tensors import LoadedTensors
 from tlora_fx.model.objectives import Objective, Scores
 from tlora_fx.model.row_ladder import RowLadder
 from tlora_fx.model.supermodel import SuperModel
@@ -218,7 +219,8 @@ class GroupStep:
                 if in_pieces:
                     probe(base)
                 with ExitStack() as stack:
-                    if self.mesh.device.type == "cuda" and isinstance(base, dict) and not in_pieces:
+                    held = isinstance(base, (dict, LoadedTensors))
+                    if self.mesh.device.type == "cuda" and held and not in_pieces:
                         names, device = self.model.base_names(), self.mesh.device
                         base = stack.enter_context(UploadedTensors(base, device, names))
                     load(self.model, self.plan, self.mesh, base)

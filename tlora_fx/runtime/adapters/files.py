@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 from tlora_fx.config.adapter_folder import CONFIG, WEIGHTS, read_adapter_config
 from tlora_fx.config.base_files import require_weight_files
-from tlora_fx.config.base_spec import HEADS
+from tlora_fx.config.base_spec import HEADS, BaseSpec
 from tlora_fx.config.job import Job
 from tlora_fx.errors import AdapterFolderError, BaseNotLoadable, SuperModelMisuse, first_of, nearest
 from tlora_fx.host.durable import sync_folder, write_synced
 from tlora_fx.ir.graph import PEFT_PREFIX, AdapterSite
 from tlora_fx.ir.storage import Shard
 from tlora_fx.model.backbone import Backbone, load_config, model_factory
+from tlora_fx.model.late_tensors import LateTensor, LoadedTensors, MergesLater
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import site_id, uniform_at, uniform_rows
 from tlora_fx.runtime.adapters.starts import computed_start, needs_data, start_of_kind
@@ -155,25 +156,25 @@ def base_tensors(backbone: Backbone, device: torch.device | str = "cpu") -> Mapp
     if spec.module is not None:
         return dict(backbone.values)
     if spec.model is not None:
-        return {**backbone.values, **_loaded(backbone)}
+        return _loaded(backbone)
     return _Drawn(backbone, device)
 
 
-def _loaded(backbone: Backbone) -> dict[str, Tensor]:
+def _loaded(backbone: Backbone) -> LoadedTensors:
     spec = backbone.spec
     # What has been changed since the run's start is seen here.
     require_weight_files(spec)
     config = {"config": load_config(spec)} if spec.is_classifier else {}
+    later = MergesLater()
     try:
-        with without_bars(str(spec.model)):
-            model, info = model_factory(spec, backbone.config).from_pretrained(
-                str(spec.model),
-                **config,
-                output_loading_info=True,
-                dtype=getattr(torch, spec.dtype),
-                use_safetensors=True,
-                trust_remote_code=spec.trust_remote_code,
-            )
+        try:
+            with later:
+                model, info = _from_checkpoint(spec, backbone.config, config)
+        except Exception:  # what a library does with a tensor that has no memory is not known
+            if not later.was_used:
+                raise
+            later = MergesLater()
+            model, info = _from_checkpoint(spec, backbone.config, config)
     except Exception as error:  # whatever a library raises of a file that it did not expect
         raise BaseNotLoadable(
             "the base's weights cannot be loaded",
@@ -192,9 +193,26 @@ def _loaded(backbone: Backbone) -> dict[str, Tensor]:
         )
     canonical = canonical_names(backbone)
     state = model.state_dict()
-    loaded = {canonical[name]: tensor for name, tensor in state.items() if name in canonical}
+    loaded: dict[str, Tensor | LateTensor] = dict(backbone.values)
+    for name, tensor in state.items():
+        if name in canonical:
+            loaded[canonical[name]] = later.late(tensor) or tensor
     drawn = _Drawn(backbone, "cpu")
-    return loaded | {name: drawn[name] for name in sorted(fresh)}
+    return LoadedTensors(loaded | {name: drawn[name] for name in sorted(fresh)})
+
+
+def _from_checkpoint(spec: BaseSpec, given: Any, config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The model of transformers with a checkpoint's weights, and what it says of them."""
+    with without_bars(str(spec.model)):
+        model, info = model_factory(spec, given).from_pretrained(
+            str(spec.model),
+            **config,
+            output_loading_info=True,
+            dtype=getattr(torch, spec.dtype),
+            use_safetensors=True,
+            trust_remote_code=spec.trust_remote_code,
+        )
+    return model, info
 
 
 @contextmanager
