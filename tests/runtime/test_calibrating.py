@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tlora_fx.planners.auto import search
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.launching.launch import Launch
 from tlora_fx.runtime.profiling.calibrating import calibrate, row_sizes
+from tlora_fx.runtime.profiling.timing import collective_works
 
 CPU = torch.device("cpu")
 
@@ -59,6 +61,20 @@ def calibrated_together(folder: Path) -> tuple[str, list[str], int]:
     covered = {layer.structure for layer in profile.layers}
     assert all(layer.structure in covered for layer in facts_of(model).layers)
     return profile.model_dump_json(), sorted(known), len(profile.collectives)
+
+
+def warned_by_collectives() -> list[str]:
+    """What is printed beside the progress of a start while collectives are measured."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for work in collective_works(CPU, dist.group.WORLD, 1, 8).values():
+            work()
+    return [str(warning.message) for warning in caught]
+
+
+def test_measuring_collectives_warns_of_nothing() -> None:
+    """torch's deprecated names print a warning for each process of a user's start."""
+    assert run_processes(1, warned_by_collectives) == [[]]
 
 
 def test_processes_have_one_profile_with_their_collectives(tmp_path: Path) -> None:

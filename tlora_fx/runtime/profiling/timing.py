@@ -347,11 +347,15 @@ def collective_works(
     piece = torch.zeros(whole.numel() // size, dtype=torch.bfloat16, device=device)
     works: dict[Operation, Callable[[], object]] = {
         "all-reduce": lambda: dist.all_reduce(whole, group=group),
-        "all-gather": lambda: dist.all_gather_into_tensor(whole, piece, group=group),
+        "all-gather": lambda: _all_gather(whole, piece, group=group),
     }
     if size == 2:
         works["send"] = lambda: _send(whole, group)
     return works
+
+
+# torch 2.13 renames `all_gather_into_tensor`, and warns of the old name; torch 2.11 has no other.
+_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def _send(value: Tensor, group: dist.ProcessGroup | None) -> None:
