@@ -90,3 +90,29 @@ def test_jobs_of_one_mistake_are_warned_of_in_one_line():
         "jobs 'a', 'c', 'd' and 2 more: learning_rate 30: adapters take 1e-5 to 1e-2",
         "job 'b': learning_rate 0: nothing is trained",
     ]
+
+
+@pytest.mark.parametrize(
+    ("batch", "lengths", "tokens"),
+    [(4, [8] * 9, None), (9, [8] * 9, 72), (100, [8] * 9, 72), (3, [10, 20, 60], 90)],
+)
+def test_a_micro_batch_beyond_the_largest_row_is_warned_of(batch, lengths, tokens):
+    """It is one forward pass, which a user who lowers --max-row-tokens must know."""
+    job = Job(
+        name="a", base={"model": "m"}, lora={}, data={"path": "a.csv"},
+        per_device_train_batch_size=batch,
+    )  # fmt: skip
+    data = {"a": SimpleNamespace(steps=3, lengths=lengths)}
+
+    texts = list(unusual([job], data, 64))
+    assert texts == ([] if tokens is None else texts[:1])
+    assert tokens is None or f"about {tokens} tokens" in texts[0]
+
+
+def test_a_sample_beyond_the_largest_row_is_warned_of_once():
+    """Its micro-batch is too large as well, which the same warning says."""
+    job = Job(name="a", base={"model": "m"}, lora={}, data={"path": "a.csv"})
+    data = {"a": SimpleNamespace(steps=3, lengths=[100, 100])}
+
+    [text] = unusual([job], data, 64)
+    assert "a sample has 100 tokens" in text

@@ -188,6 +188,16 @@ def _unusual_in(job: Job, data: JobData, max_row_tokens: int) -> Iterator[str]:
             f"a sample has {longest} tokens, more than --max-row-tokens {max_row_tokens}: its "
             "micro-batches have rows of their own"
         )
+        return
+    size = min(job.per_device_train_batch_size, len(data.lengths))
+    typical = round(size * float(np.mean(data.lengths))) if size else 0
+    if typical > max_row_tokens:
+        yield (
+            f"a micro-batch has about {typical:,} tokens, more than --max-row-tokens "
+            f"{max_row_tokens}, and one device takes it as one row: a smaller "
+            "per_device_train_batch_size with more gradient_accumulation_steps needs less memory "
+            "for the same steps"
+        )
 
 
 #: Jobs of which a warning is the same are named up to so many.

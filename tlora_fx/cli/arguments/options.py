@@ -167,7 +167,13 @@ RunOrAdapter = Annotated[
         help="Output folder of a run (its -o), or the folder of one adapter, such as a checkpoint."
     ),
 ]
-MaxRowTokens = Annotated[int, typer.Option(min=2, help="Maximum tokens in one forward pass.")]
+MaxRowTokens = Annotated[
+    int,
+    typer.Option(
+        min=2,
+        help="Maximum tokens in one forward pass. A larger micro-batch of a job has its own.",
+    ),
+]
 Checks = Literal["none", "structure", "numerics"]
 Load = Annotated[
     list[str] | None,

@@ -36,7 +36,10 @@ class StartOptions(PipelineOptions):
         "the CPU if there is no GPU.",
     )
     max_row_tokens: int = option(
-        16384, "Maximum tokens of a row, that is, of one forward pass.", min=2
+        16384,
+        "Maximum tokens of a row, that is, of one forward pass. A larger micro-batch of a job has "
+        "a row of its own.",
+        min=2,
     )
     gpus: str | None = option(
         None,
