@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 from torch._guards import CompileContext
 
 from tlora_fx.backend.decompose import decompose_sites
-from tlora_fx.backend.lora_regions import BEFORE, Left, Lowered, lower_sites
+from tlora_fx.backend.lora_regions import PASSES_BEFORE, Left, Lowered, lower_sites
 from tlora_fx.backend.rewrite import SiteRewriter, declare_tables
 from tlora_fx.backend.sites import (
     GraphRegion,
@@ -265,11 +265,11 @@ def _passes(value: Any) -> Pipeline:
     find_passes()
     found: list[Pass] = []
     for item in value if isinstance(value, (list, tuple)) else [value]:
-        held = [*BEFORE, *(each.name for each in found)]
+        held = [*PASSES_BEFORE, *(each.name for each in found)]
         found += parse_pipeline(item, held).passes if isinstance(item, str) else [item]
     if wrong := [item for item in found if not isinstance(item, GroupPass)]:
         raise _wrong("passes", "group passes, as text or objects", wrong[0])
-    return checked(found, BEFORE)
+    return checked(found, PASSES_BEFORE)
 
 
 def _inductor_name(name: str, value: Any) -> str:

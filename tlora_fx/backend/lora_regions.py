@@ -37,7 +37,7 @@ STAND_IN = 0.5
 _FUNCTION = re.compile(r"<(?:built-in )?(?:function|method) (\w+)[^>]*>")
 PRODUCTS = (aten.linear.default, aten.addmm.default, aten.matmul.default)
 #: What holds of the graph that passes of one's own run on.
-BEFORE = (
+PASSES_BEFORE = (
     *("drop-export-noise", "tag-roles", "fold-layers", "check-token-parallel", "token-parallel"),
     *("fuse-backbone", "lower-adapters"),
 )
@@ -162,7 +162,7 @@ def _run_passes(
     for site, lowered in sites.values():
         # Passes are to see what autocast has multiplied.
         site.call.update_arg(list(site.arguments).index("compute_dtype"), lowered.compute)
-    runner = Runner(passes, held=BEFORE)
+    runner = Runner(passes, held=PASSES_BEFORE)
     for place, item in enumerate(runner.pipeline.passes, 1):
         runner.run_one(Event(place, item, THE_JOB, group))
     made: Any = output_of(graph).args[0]

@@ -142,7 +142,7 @@ def _even_if_hung_up() -> Iterator[None]:
 
 
 #: Columns that a narrow terminal has no room for, those that matter least first.
-SPARE = ("slowdown", "group", "of", "state")
+OPTIONAL_COLUMNS = ("slowdown", "group", "of", "state")
 #: Jobs that are shown at most; the others are counted.
 SHOWN = 30
 
@@ -169,7 +169,7 @@ class Page(Callback):
         if self.console.is_terminal:
             with _even_if_hung_up():
                 shown = table(ledger.jobs(), loop)
-                self._live.update(without_columns(shown, self.console.width, SPARE))
+                self._live.update(without_columns(shown, self.console.width, OPTIONAL_COLUMNS))
 
     def say(self, text: str, style: str | None = None) -> None:
         """A line that stays."""

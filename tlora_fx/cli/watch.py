@@ -17,7 +17,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 #: Characters of a curve, and of all that stands beside it but the jobs' names.
 CURVE, BESIDE = 24, 64
 #: Columns that a narrow terminal has no room for, those that matter least first.
-SPARE = ("best", "tokens/s", "left", "losses", "eval loss", "status")
+OPTIONAL_COLUMNS = ("best", "tokens/s", "left", "losses", "eval loss", "status")
 #: How jobs stand that nobody trains any more.
 ENDED = ("done", "failed", "stopped", "refused", "cancelled")
 
@@ -64,7 +64,7 @@ def table(jobs: Sequence[JobView], width: int = 200) -> Table:
     shown = bare_table("job", "status", "step", "losses", *numbers[1:], right=numbers)
     for job in jobs:
         shown.add_row(*_row(job, wide))
-    return without_columns(shown, width, SPARE)
+    return without_columns(shown, width, OPTIONAL_COLUMNS)
 
 
 def _row(job: JobView, wide: int) -> tuple[str, ...]:
