@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tlora_fx.config.job_file import JobFile, load_job_file
-from tlora_fx.errors import JobFileError, RemoteCodeRefused
+from tlora_fx.errors import JobFileError, JobFileMissingError, RemoteCodeRefused
 
 RIGHT = """\
 base:
@@ -162,6 +162,7 @@ def test_two_jobs_of_one_name_are_told(tmp_path: Path) -> None:
     text = mistakes(tmp_path, RIGHT.replace("second", "first"))
 
     assert "the name 'first' is taken by the job in line 10" in text
+    assert "give each job a name of its own" in text
     assert "jobs.yaml:11" in text
 
 
@@ -208,3 +209,23 @@ def test_code_that_comes_with_a_base_needs_more_than_the_file(tmp_path: Path) ->
         load_job_file(path)
 
     assert load_job_file(path, trust_remote_code=True).base.trust_remote_code
+
+
+def test_a_misspelt_job_file_names_the_one_beside_it(tmp_path: Path) -> None:
+    """Where there is none, the help says what a job file holds."""
+    with pytest.raises(JobFileMissingError) as empty:
+        load_job_file(tmp_path / "job.yaml")
+    (tmp_path / "jobs.yaml").write_text(RIGHT)
+    with pytest.raises(JobFileMissingError) as near:
+        load_job_file(tmp_path / "job.yaml")
+
+    assert "base and jobs" in empty.value.help
+    assert near.value.help == "did you mean 'jobs.yaml'?"
+
+
+@pytest.mark.parametrize("written", ["null", "true"])
+def test_values_are_told_as_a_job_file_writes_them(tmp_path: Path, written: str) -> None:
+    """Python's None and True stand in no job file."""
+    text = mistakes(tmp_path, re.sub(r"r: \d+", f"r: {written}", RIGHT, count=1))
+
+    assert f"found {written}" in text or f"found     {written}" in text

@@ -155,3 +155,17 @@ def test_a_run_that_has_only_its_lock_yet_keeps_its_folder(tmp_path):
         pytest.raises(RunFolderError, match="another process is running"),
     ):
         require_no_run(tmp_path / "run")
+
+
+def test_a_file_in_place_of_a_run_is_called_one(tmp_path):
+    """`report jobs.yaml` must not say that nothing has that name."""
+    path = tmp_path / "jobs.yaml"
+    path.write_text("jobs: []")
+
+    with pytest.raises(RunFolderError) as file:
+        read_run(path)
+    with pytest.raises(RunFolderError) as nothing:
+        read_run(tmp_path / "none")
+
+    assert file.value.facts["found"] == "a file of that name"
+    assert nothing.value.facts["found"] == "no folder of that name"

@@ -290,7 +290,8 @@ class _JobFileReader:
                 if name in first:
                     line = self.source.line(("jobs", first[name], "name"))
                     what = f"the name '{name}' is taken by the job in line {line}"
-                    self.add(("jobs", index, "name"), Mistake(("name",), what), name)
+                    help = "give each job a name of its own: its folder has that name"
+                    self.add(("jobs", index, "name"), Mistake(("name",), what, help=help), name)
                 first.setdefault(name, index)
 
     def _too_many(self, jobs: Sequence[Sequence[Named]]) -> None:
@@ -440,6 +441,16 @@ class Located:
         return self.lines.get(path, 1)
 
 
+def _near(path: Path) -> str:
+    """Help for a job file that cannot be read: the one beside it that was meant."""
+    otherwise = "name a YAML file with the keys base and jobs"
+    try:
+        beside = [each.name for each in path.parent.iterdir() if each.suffix in (".yaml", ".yml")]
+    except OSError:
+        return otherwise
+    return otherwise if path.name in beside else did_you_mean(path.name, beside, otherwise)
+
+
 def read_bounded(path: Path) -> bytes:
     """The bytes of a job file, without waiting for one and without filling the memory.
 
@@ -453,7 +464,12 @@ def read_bounded(path: Path) -> bytes:
             content = file.read(BYTES_LIMIT + 1)
     except OSError as error:
         reason = error.strerror or error
-        raise JobFileMissingError("the job file cannot be read", file=path, found=reason) from None
+        raise JobFileMissingError(
+            "the job file cannot be read",
+            file=path,
+            found=reason,
+            help=_near(path),
+        ) from None
     if len(content) > BYTES_LIMIT:
         raise _too_large(path, f"more than {BYTES_LIMIT}")
     return content
@@ -523,7 +539,12 @@ def _read_text(path: Path, text: str) -> Located:
     try:
         node = loader.get_single_node()
         if node is None:
-            raise JobFileSyntaxError("the job file is empty", file=path)
+            raise JobFileSyntaxError(
+                "the job file is empty",
+                file=path,
+                expected="the keys base and jobs",
+                help="begin with base: {model: ...} and jobs: [{name: ..., data: {path: ...}}]",
+            )
         walk = _YamlWalk(path, loader)
         return Located(walk.value(node, ()), walk.lines)
     finally:

@@ -404,6 +404,12 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
 
 
+#: How a job file writes what Python writes otherwise.
+_IN_YAML = {None: "null", True: "true", False: "false"}
+
+
 def _short(value: object) -> str:
+    if not _called.get() and (value is None or isinstance(value, bool)):
+        return _IN_YAML[value]
     text = _REPR.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

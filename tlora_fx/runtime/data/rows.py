@@ -54,6 +54,10 @@ def require_data(spec: DataSpec, job: str) -> None:
         raise _missing(Path(spec.path), job)
 
 
+#: What to do about a data file that was read, and holds nothing.
+NO_ROWS_HELP = "write samples into it, one a row, or name another file"
+
+
 def _missing(path: Path, job: str) -> DataFileError:
     """The error of a file that is not there, with the one beside it that was meant."""
     try:

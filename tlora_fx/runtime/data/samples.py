@@ -29,7 +29,7 @@ from tlora_fx.runtime.chats.renderer import asks_for_the_time, template_of
 from tlora_fx.runtime.data.encode_data import bad_row, tokens_of_data
 from tlora_fx.runtime.data.layout import CHATS, SampleLayout, layout_of
 from tlora_fx.runtime.data.loss_inputs import loss_of, require_numbers
-from tlora_fx.runtime.data.rows import evaluated
+from tlora_fx.runtime.data.rows import NO_ROWS_HELP, evaluated
 from tlora_fx.runtime.data.tables import (
     NO_TARGET,
     Cut,
@@ -503,7 +503,8 @@ def _samples(
     if report.rows == report.bad_rows:
         what = "all rows of the data are bad" if report.rows else "the data has no rows"
         found = "\n".join(report.first_bad_rows) or None
-        raise EmptyDataError(what, path=job.data.path, job=job.name, found=found)
+        help = None if report.rows else NO_ROWS_HELP
+        raise EmptyDataError(what, path=job.data.path, job=job.name, found=found, help=help)
     if not samples:
         raise _no_targets(job, report)
     return samples, report

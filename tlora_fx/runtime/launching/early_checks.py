@@ -59,7 +59,13 @@ from tlora_fx.runtime.chats.conversations import BadRowError
 from tlora_fx.runtime.data.encode_data import bad_row
 from tlora_fx.runtime.data.encoding import require_readable
 from tlora_fx.runtime.data.layout import WINDOW, LaidOutRows
-from tlora_fx.runtime.data.rows import evaluated, is_local, read_rows, require_files
+from tlora_fx.runtime.data.rows import (
+    NO_ROWS_HELP,
+    evaluated,
+    is_local,
+    read_rows,
+    require_files,
+)
 from tlora_fx.runtime.data.samples import samples_of_steps
 from tlora_fx.runtime.data.text_files import suffix_of
 from tlora_fx.runtime.run_folder import RunFolder
@@ -380,7 +386,9 @@ def _require_layout(job: Job, count: int) -> None:
     """Refuse data whose first rows, `count` of them, cannot be trained; raises DataError."""
     first = [*read_rows(job.data, job.name, limit=count)]
     if not first:
-        raise EmptyDataError("the data has no rows", path=job.data.path, job=job.name)
+        raise EmptyDataError(
+            "the data has no rows", path=job.data.path, job=job.name, help=NO_ROWS_HELP
+        )
     rows = LaidOutRows(job, first, is_whole=False)
     for row in rows:
         if job.data.skip_bad_rows:

@@ -127,6 +127,13 @@ def read_start(folder: Path) -> dict[str, Any] | None:
     return start if start is not None and isinstance(start.get("phases"), dict) else None
 
 
+def _what_is(path: Path) -> str:
+    """What stands where a run's folder was looked for."""
+    if path.is_dir():
+        return "no job in it"
+    return "a file of that name" if path.exists() else "no folder of that name"
+
+
 def read_run(folder: Path) -> list[JobView]:
     """The jobs of a run's folder, by name.
 
@@ -142,7 +149,7 @@ def read_run(folder: Path) -> list[JobView]:
         raise RunFolderError(
             "there is no run to look at",
             folder=folder,
-            found="no job in it" if folder.is_dir() else "no folder of that name",
+            found=_what_is(folder),
             help="name the -o folder of train or run",
         )
     views = [JobView(path) for path in jobs]
