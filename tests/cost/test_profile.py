@@ -24,7 +24,7 @@ from tlora_fx.cost.hardware import GPUS, find_gpu
 from tlora_fx.cost.load import Work
 from tlora_fx.cost.profile import CollectivePoint, LayerPoint, LayerProfile, Profile
 from tlora_fx.cost.profile_sources import covers, own_file, profile_for, roofline_profile, scaled
-from tlora_fx.errors import ProfileFileError, ProfileMissing, UnknownGpu
+from tlora_fx.errors import NotProfilable, ProfileFileError, ProfileMissing, UnknownGpu
 from tlora_fx.ir.graph import LOSS
 from tlora_fx.model.batch import pack
 from tlora_fx.runtime.profiling import profiler
@@ -360,3 +360,21 @@ def test_layers_that_no_cuda_graph_can_hold_are_not_captured(tmp_path, monkeypat
     profiler._layer_profiles([replace(sampled, facts=facts)], request)
 
     assert bool(asked) == (not launched)
+
+
+@pytest.mark.parametrize("gpu", ["h200", "roofline:h200", "cpu"])
+def test_no_profile_is_of_a_model_without_layers(tmp_path, gpu):
+    """Of one layer none folds; a profile of another base with such a head must not serve for it."""
+    base = tiny_base(tmp_path, "float32", num_hidden_layers=1)
+    facts = facts_of(compile([make_job(base, "one")]))
+    layered = facts_of(small_model(tmp_path / "layered"))
+    other = roofline_profile(GPUS["h200"], layered)
+    shape = other.shape.model_copy(
+        update={"vocabulary": facts.vocabulary, "hidden": facts.hidden, "dtype": facts.dtype}
+    )
+
+    assert not facts.layers
+    assert not covers(other.model_copy(update={"shape": shape}), facts)
+    with pytest.raises(NotProfilable) as refused:
+        profile_for(facts, gpu, allow_estimated=True)
+    assert "--plan single" in refused.value.help

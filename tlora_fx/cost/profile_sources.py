@@ -23,7 +23,7 @@ from tlora_fx.cost.profile import (
     RootPoint,
     name_of,
 )
-from tlora_fx.errors import ProfileFileError, ProfileMismatch, ProfileMissing
+from tlora_fx.errors import NotProfilable, ProfileFileError, ProfileMismatch, ProfileMissing
 from tlora_fx.host.paths import profile_folder, profile_folders
 
 # Times that a data sheet allows: to plan for a GPU that nobody has measured.
@@ -380,8 +380,10 @@ def profile_for(facts: ModelFacts, gpu: str, *, allow_estimated: bool) -> Profil
     gpu       a short name such as "h200", the driver's name, a file, or "roofline:" and a name for
               the data sheet alone
     raises    ProfileMissing where nothing was measured and estimates are not allowed; UnknownGpu,
-              ProfileFileError
+              ProfileFileError; NotProfilable for a model that was compiled without layers
     """
+    if not facts.layers:
+        raise without_layers(facts)
     if gpu.startswith(ROOFLINE):
         found = roofline_profile(find_gpu(gpu.removeprefix(ROOFLINE)), facts)
     elif gpu.endswith(".json"):
@@ -397,6 +399,16 @@ def profile_for(facts: ModelFacts, gpu: str, *, allow_estimated: bool) -> Profil
             "or plan with --allow-estimated",
         )
     return found
+
+
+def without_layers(facts: ModelFacts) -> NotProfilable:
+    """The error of a model that was compiled without layers, whose graph no profile describes."""
+    return NotProfilable(
+        "the base was compiled without layers, so there is none to time for a plan",
+        base=facts.title,
+        help="name a plan: --plan single for one process, --plan replicated for several; "
+        "`tlora-fx explain JOBS --node MODULE` says why layers do not fold",
+    )
 
 
 def no_gpu_to_plan_for(base: object) -> ProfileMissing:
@@ -415,7 +427,8 @@ def covers(profile: Profile, facts: ModelFacts) -> bool:
     same_head = (shape.vocabulary, shape.hidden) == (facts.vocabulary, facts.hidden)
     known = {layer.structure for layer in profile.layers}
     dtype = shape.dtype == facts.dtype
-    return same_head and dtype and all(layer.structure in known for layer in facts.layers)
+    measured = bool(facts.layers) and all(layer.structure in known for layer in facts.layers)
+    return same_head and dtype and measured
 
 
 def _fitted(profile: Profile, facts: ModelFacts) -> Profile:

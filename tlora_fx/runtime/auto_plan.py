@@ -21,6 +21,7 @@ from tlora_fx.cost.plan import MeshShape, Plan, model_fingerprint
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import covers, profile_for
 from tlora_fx.errors import (
+    NotProfilable,
     PlanFileError,
     ProfileMissing,
     TloraError,
@@ -105,7 +106,7 @@ def _known_profile(model: SuperModel, device: torch.device, folder: Path | None)
     facts, gpu = facts_of(model), hardware_of(device).gpu
     try:
         return profile_for(facts, gpu, allow_estimated=False)
-    except (ProfileMissing, UnknownGpu):
+    except (NotProfilable, ProfileMissing, UnknownGpu):
         pass
     if folder is None or not (folder / PROFILE).exists():
         return None

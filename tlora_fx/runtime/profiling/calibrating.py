@@ -18,7 +18,7 @@ from tlora_fx.cost.hardware import Gpu, LinkTier, gpu_of_device
 from tlora_fx.cost.load import Round
 from tlora_fx.cost.model_facts import CAPTURED_TOKENS, ModelFacts
 from tlora_fx.cost.profile import CollectivePoint, LayerPoint, Profile
-from tlora_fx.errors import NotProfilable
+from tlora_fx.cost.profile_sources import without_layers
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.shallow import fill_at_random
 from tlora_fx.runtime.distributed import Ranks
@@ -89,12 +89,7 @@ def calibrate(
 
 def _require_layers(facts: ModelFacts) -> None:
     if not facts.layers:
-        raise NotProfilable(
-            "the base was compiled without layers, so there is none to time for a plan",
-            base=facts.title,
-            help="name a plan: --plan single for one process, --plan replicated for several; "
-            "`tlora-fx explain JOBS --node MODULE` says why layers do not fold",
-        )
+        raise without_layers(facts)
 
 
 def _sheet(facts: ModelFacts, device: torch.device) -> Gpu:
