@@ -149,7 +149,7 @@ class Bench:
             name: [] for name in ("leave_ms", "ask_ms", "join_ms", ABOVE, WRITTEN, BESIDE, SLOWED)
         }
         for number, job in enumerate(waiting[: self.given.changes]):
-            left = trainer._active()[0].job.name
+            left = trainer.roster.training()[0].job.name
             trainer.pause(left)
             series["leave_ms"].append(self._ms(trainer._change))
             data = self.data[job.name]
@@ -183,7 +183,7 @@ class Bench:
         other = self.trainer([self.jobs[0]], "there", Parts())
         for _ in range(self.given.warm_up):
             other._round(self.interrupts)
-        run = trainer._active()[-1]
+        run = trainer.roster.training()[-1]
         parts = Parts()
         trainer._save(last=False)
         trainer.commits.settle()
@@ -219,7 +219,7 @@ class Bench:
 
     def _apart(self, trainer: Trainer, job: Job) -> float:
         """How far a newcomer's first loss in the row is from what it is alone, relative."""
-        trainer.pause(trainer._active()[0].job.name)
+        trainer.pause(trainer.roster.training()[0].job.name)
         trainer.admit(job, self.data[job.name])
         trainer._change()
         run = next(each for each in trainer.runs if each.job.name == job.name)

@@ -17,7 +17,6 @@ from tlora_fx.compiler import Jobs, as_jobs
 from tlora_fx.config.job import Job
 from tlora_fx.cost.load import MAX_ROW_TOKENS
 from tlora_fx.cost.plan import Plan
-from tlora_fx.errors import NotAdmitted
 from tlora_fx.host import phases
 from tlora_fx.host.phases import StartRecord, phase
 from tlora_fx.host.quiet_import import ImportInThread
@@ -157,8 +156,7 @@ class Trainer:
         self.callback = (self.mesh.leader and callback) or TrainerCallback()
         self.trackers = Trackers(self.folder.jobs.resolve().name, self.callback.warned)
         if self.mesh.leader:
-            of_jobs = JobCallbacks(self.jobs, self.callback.warned)
-            self.callback = EachInTurn(self.trackers, of_jobs, self.callback)
+            self.callback = with_jobs_own(self.callback, self.jobs, self.trackers)
         self.ranks = Ranks(self.mesh)
         self.roster = Roster(self.group, self.folder)
         self.schedule = RowSchedule(self.group, nano, self.folder)
@@ -231,7 +229,7 @@ class Trainer:
                 if stopped and self.carried is None and run.status == "running":
                     run.write_status("stopped")
         # Who asks while the last step ends has nothing to go on with.
-        if (stopped or interrupts.asked) and (self.model.is_open or self._active()):
+        if (stopped or interrupts.asked) and (self.model.is_open or self.roster.training()):
             raise KeyboardInterrupt(f"stopped after a checkpoint, {self.commits.saved}")
         return self.runs
 
@@ -249,10 +247,7 @@ class Trainer:
         require_runnable(self.group, self.jobs, data, cuts=self.schedule.nano is not None)
         stack.enter_context(self.folder.held(self.checkpoints.resume))
         if self.mesh.leader:
-            warn_of_own_loss(self.model, data, self.callback.warned)
-            for by, text in self.model.group.notes:
-                if by == IDLE:
-                    self.callback.warned(text)
+            warn_before_training(self.model, data, self.callback.warned)
             with phase("checkpoint"):
                 self.checkpoints.find(self.jobs, data)
         return data
@@ -280,7 +275,7 @@ class Trainer:
         self.checkpoints.describe_again(self.jobs, data)
         self.checkpoints.start_clock()
         self.roster.watch_rows(self.group.row_tokens)
-        self.schedule.choose_sizes(self._active(), self.rounds)
+        self.schedule.choose_sizes(self.roster.training(), self.rounds)
         self.schedule.count_rows()  # what an open model ran before is not this trainer's
         self.ranks.together(lambda: self.reports.begin(self.runs))
 
@@ -337,7 +332,7 @@ class Trainer:
     def _goes_on(self) -> bool:
         """Whether a job trains, or one comes."""
         waits = self.model.is_open and bool(self.ranks.from_leader(len(self.roster.changes)))
-        return waits or bool(self._active())
+        return waits or bool(self.roster.training())
 
     def _change(self) -> None:
         """Let jobs leave and join, on all processes; who finds no free slot waits."""
@@ -347,7 +342,7 @@ class Trainer:
         self.roster.note_rows()
         changes = self.ranks.from_leader(self.roster.changes)
         for name, how in changes.leaving.items():
-            run = next((run for run in self._active() if run.job.name == name), None)
+            run = next((run for run in self.roster.training() if run.job.name == name), None)
             if run is None:
                 continue  # it ended by itself in the round in which it was asked to leave
             run.stop() if how == "release" else run.pause()
@@ -360,21 +355,14 @@ class Trainer:
         changes.leaving.clear()
         if self.model.is_open:
             self.roster.retire()
-        while changes.pending_joins:
-            joining = changes.pending_joins[0]
-            try:
-                run, admission = self.roster.join(joining, may_grow=self.may_grow)
-            except NotAdmitted as error:
-                if self._active():
-                    break
-                self.callback.warned(str(error))
-                changes.pending_joins.popleft()
-                continue
-            changes.pending_joins.popleft()
+        joined = self.roster.join_in_turn(
+            changes.pending_joins, may_grow=self.may_grow, warn=self.callback.warned
+        )
+        for run, admission in joined:
             self._joined(run, grown=admission.grown)
         self.roster.changes = changes
         self.roster.watch_rows(self.group.row_tokens)
-        self.schedule.choose_sizes(self._active(), self.rounds)
+        self.schedule.choose_sizes(self.roster.training(), self.rounds)
         self.change_seconds = time.perf_counter() - begun
 
     def _joined(self, run: JobRun, *, grown: bool) -> None:
@@ -395,21 +383,18 @@ class Trainer:
             self.reports.change(run, self.roster.final_adapter(run) if run.left else None)
         return {run.job.name for run in changed}
 
-    def _active(self) -> list[JobRun]:
-        return [run for run in self.runs if run.status == "running"]
-
     def _round(self, interrupts: Interrupts) -> bool:
         """Every running job does one optimizer step; False when somebody asked to stop instead."""
         self._peft.require()
         self.commits.look()
         self._end.begin()
-        batches = self._batches()
+        batches = self.roster.next_batches()
         losses_of = {index: self.roster.at(index).objectives(own) for index, own in batches.items()}
         objectives = {index: own for index, own in losses_of.items() if own is not None}
         rows = self.group.rows_of(batches, objectives)
         table = table_hash(rows) if self.mesh.size > 1 else 0
         micros = int(self._end.seconds * 1e6)
-        active = self._active()
+        active = self.roster.training()
         fault = next((run.index + 1 for run in active if run.fault), 0)
         waits = self.mesh.size > 1 and self._end.waits(active)
         note = RoundNotice(
@@ -455,22 +440,12 @@ class Trainer:
         self.commits.look()
         self.looks()
 
-    def _batches(self) -> dict[int, MicroBatches]:
-        """What every running job's next step takes; a job that cannot say has a fault."""
-        batches: dict[int, MicroBatches] = {}
-        for run in self._active():
-            try:
-                batches[run.index] = run.batches()
-            except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
-                run.suspect(error)
-        return batches
-
     def _end_faulty(self, run: JobRun) -> None:
         """End a job, on every process, for what any of them has met."""
         reasons = self.ranks.tell_all(run.fault)
         run.fail(next(filter(None, reasons)))
         self._conclude(run)
-        if self._active():
+        if self.roster.training():
             self._save(last=False)
 
     def _run(
@@ -519,10 +494,7 @@ class Trainer:
 
     def _started(self, start: StartRecord) -> None:
         """The first round is done: write down what the start took."""
-        try:
-            self.folder.write_start(start)
-        except OSError as error:
-            self.callback.warned(f"what the start took could not be written: {error}")
+        write_start(self.folder, start, self.callback.warned)
         # Adapters are written with PEFT's configs. A start that finds its caches filled has not
         # imported it, and while rounds run there is time for it.
         self._peft.start()
@@ -558,7 +530,7 @@ class Trainer:
         if outside and len(outside) == len(active):
             # A full disk or a callback that never works is no job's fault.
             raise next(iter(outside.values()))
-        if (due or changed) and self._active():
+        if (due or changed) and self.roster.training():
             self._save(last=False, only=None if due else changed)
 
     def _compare(self, evaluated: Sequence[int]) -> None:
@@ -575,13 +547,20 @@ class Trainer:
         """A job has ended: leave its adapter, and say so."""
         self.commits.settle()
         self.reports.conclude(run)
-        if self._active():
-            self.schedule.choose_sizes(self._active(), self.rounds)
+        if self.roster.training():
+            self.schedule.choose_sizes(self.roster.training(), self.rounds)
 
     def _save(self, *, last: bool, only: Container[str] | None = None) -> None:
         """Write a checkpoint; see `RunCheckpoints.save`."""
         self._catch_up()
         self.checkpoints.save(self.rounds, last=last, only=only)
+
+
+def with_jobs_own(
+    callback: TrainerCallback, jobs: Sequence[Job], trackers: Trackers
+) -> TrainerCallback:
+    """What a run tells first to trackers, then to the jobs' own callbacks, and then to this one."""
+    return EachInTurn(trackers, JobCallbacks(jobs, callback.warned), callback)
 
 
 def new_folder() -> Path:
@@ -609,16 +588,27 @@ def require_runnable(
         require_trainable(job, data[job.name].steps)
 
 
-@phase("probe")
-def warn_of_own_loss(
+def warn_before_training(
     model: SuperModel, data: Mapping[str, JobData], warn: Callable[[str], None]
 ) -> None:
-    """Compare the base's own loss with the jobs'; where that cannot be done, say so.
+    """Compare the base's own loss with the jobs'; say where that cannot be done, or adapters idle.
 
     raises   OwnLossDiffers
     """
-    if note := check_own_loss(model.backbone, data, model.group.vocabulary):
-        warn(note)
+    with phase("probe"):
+        if note := check_own_loss(model.backbone, data, model.group.vocabulary):
+            warn(note)
+    for by, text in model.group.notes:
+        if by == IDLE:
+            warn(text)
+
+
+def write_start(folder: RunFolder, start: StartRecord, warn: Callable[[str], None]) -> None:
+    """Write down what a start took; a disk that does not take it stops no training."""
+    try:
+        folder.write_start(start)
+    except OSError as error:
+        warn(f"what the start took could not be written: {error}")
 
 
 @phase("probe")

@@ -30,7 +30,7 @@ from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.group_step import GroupStep, StepOptions
 from tlora_fx.runtime.identity import describe_jobs, describe_run
-from tlora_fx.runtime.trainer import require_runnable, try_base, warn_of_own_loss
+from tlora_fx.runtime.trainer import require_runnable, try_base, warn_before_training
 from tlora_fx.tracing.trace_cache import base_key, traces_folder
 
 
@@ -102,7 +102,7 @@ def warm_up(
     ranks = Ranks(group.mesh)
     ranks.together(lambda: require_runnable(group, jobs, data))
     if group.mesh.leader:
-        warn_of_own_loss(model, data, warn)
+        warn_before_training(model, data, warn)
     group.prepare(
         probe=lambda base: try_base(group, ranks, data, base, warn),
         # An adapter's own start does not matter here; some take minutes.

@@ -7,7 +7,7 @@ What a job needs to go on leaves the model with it, and comes back with it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from tlora_fx.runtime.adapters.files import start_adapter
 from tlora_fx.runtime.adapters.starts import needs_data
 from tlora_fx.runtime.checkpoints.store import Checkpoint, JobState, ResumeSources
 from tlora_fx.runtime.checks import check_fits, check_own_loss, load_all_data, try_functions
+from tlora_fx.runtime.data.batching import MicroBatches
 from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.data_starts import data_start, require_data_starts
 from tlora_fx.runtime.distributed import require_elementwise
@@ -102,6 +103,20 @@ class Roster:
     def inside(self) -> list[JobRun]:
         """The jobs whose rows are in the model, ended ones among them."""
         return list(self._inside.values())
+
+    def training(self) -> list[JobRun]:
+        """The jobs that train, in the order in which they came."""
+        return [run for run in self.runs if run.status == "running"]
+
+    def next_batches(self) -> dict[int, MicroBatches]:
+        """What each training job's next step takes, by slot; a job that cannot say has a fault."""
+        batches: dict[int, MicroBatches] = {}
+        for run in self.training():
+            try:
+                batches[run.index] = run.batches()
+            except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
+                run.suspect(error)
+        return batches
 
     def is_due(self) -> bool:
         """Whether a change may happen now: a job without a free slot waits for another's end."""
@@ -270,6 +285,28 @@ class Roster:
             self._gone[run.job.name] = state
         del self._inside[run.index]
         self._blocked = False
+
+    def join_in_turn(
+        self, pending: deque[PendingJoin], *, may_grow: bool, warn: Callable[[str], None]
+    ) -> Iterator[tuple[JobRun, Admission]]:
+        """Admit jobs, first come, first in; each is taken out of `pending` as it joins.
+
+        One without a free slot waits for the end of a job that trains, and so do those behind it.
+        Where none trains it is refused.
+
+        warn    is told of those that are refused
+        """
+        while pending:
+            try:
+                joined = self.join(pending[0], may_grow=may_grow)
+            except NotAdmitted as error:
+                if self.training():
+                    return
+                warn(str(error))
+                pending.popleft()
+                continue
+            pending.popleft()
+            yield joined
 
     def join(self, joining: PendingJoin, *, may_grow: bool) -> tuple[JobRun, Admission]:
         """Admit a job into the model, as it starts or as it left.
