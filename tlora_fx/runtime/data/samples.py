@@ -503,7 +503,7 @@ def _samples(
     if report.rows == report.bad_rows:
         what = "all rows of the data are bad" if report.rows else "the data has no rows"
         found = "\n".join(report.first_bad_rows) or None
-        help = None if report.rows else NO_ROWS_HELP
+        help = "" if report.rows else NO_ROWS_HELP
         raise EmptyDataError(what, path=job.data.path, job=job.name, found=found, help=help)
     if not samples:
         raise _no_targets(job, report)
