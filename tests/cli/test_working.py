@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table
 
+from tlora_fx.cli import bars as bars_module
 from tlora_fx.cli.bars import Bars, Pace
 from tlora_fx.cli.terminal import Console, Working, print_whole
 from tlora_fx.host import phases
@@ -113,7 +114,8 @@ def test_training_does_not_say_so_at_every_step():
 
 def reading(console):
     """The lines that say how long the data are being read."""
-    return [line for line in told(console) if repeats("reading the data", line)]
+    whole = r"\d+ s so far: reading the data \(\d+ s\)"
+    return [line for line in told(console) if re.fullmatch(whole, line)]
 
 
 def test_a_start_says_what_it_is_doing():
@@ -164,7 +166,7 @@ def test_on_a_terminal_a_line_below_the_bars_says_the_same():
         bars.progress.refresh()
     phases.end()
 
-    assert "loading the weights: 0 s" in starting
+    assert "0 s so far: loading the weights (0 s)" in starting
     assert "2,000 tokens/s (mean 2,000), 75% of rows replayed" in console.file.getvalue()
     assert "0:00:29" in console.file.getvalue()
 
@@ -270,3 +272,20 @@ def test_jobs_whose_data_was_read_alike_share_their_lines():
         "c, d: 3 of 9 samples truncated to max_length",
         "c, d: read as text",
     ]
+
+
+def test_a_start_tells_the_seconds_of_its_phase_apart(monkeypatch):
+    """A phase that has just begun is not what all the seconds before it went to."""
+    now = [0.0]
+    monkeypatch.setattr(phases, "monotonic", lambda: now[0])
+    phases.begin()
+    try:
+        with phase("imports"):
+            now[0] = 13.0
+        with phase("tracing"):
+            now[0] = 16.0
+            text = bars_module._doing_since()
+    finally:
+        phases.end()
+
+    assert text == "16 s so far: tracing and fusing the jobs (3 s)"

@@ -262,7 +262,7 @@ class Bars(TrainerCallback):
         while not self._trained.wait(self._every_seconds):
             # The first round ends the start; it may just have.
             if phases.current() is not None:
-                self._say(f"{_doing_since()} so far")
+                self._say(_doing_since())
 
     def _tell(self) -> None:
         """Where the job stands that has most before it, every few seconds."""
@@ -311,6 +311,13 @@ def _doing() -> str:
 
 
 def _doing_since() -> str:
-    """The same, with the seconds since the start began."""
+    """The seconds since the start began, and those of each phase that it is in."""
     start = phases.current()
-    return _doing() if start is None else f"{_doing()}: {start.record().seconds:.0f} s"
+    if start is None:
+        return _doing()
+    record = start.record()
+    took = record.totals()
+    running = [
+        f"{phases.TITLES.get(name, name)} ({took.get(name, 0.0):.0f} s)" for name in start.running()
+    ]
+    return f"{record.seconds:.0f} s so far: {', '.join(running) or 'starting'}"
