@@ -559,7 +559,7 @@ class Trainer:
 def with_jobs_own(
     callback: TrainerCallback, jobs: Sequence[Job], trackers: Trackers
 ) -> TrainerCallback:
-    """What a run tells first to trackers, then to the jobs' own callbacks, and then to this one."""
+    """A callback that tells trackers first, then callbacks of the jobs, and then the given one."""
     return EachInTurn(trackers, JobCallbacks(jobs, callback.warned), callback)
 
 

@@ -109,7 +109,7 @@ class Roster:
         return [run for run in self.runs if run.status == "running"]
 
     def next_batches(self) -> dict[int, MicroBatches]:
-        """What each training job's next step takes, by slot; a job that cannot say has a fault."""
+        """Batches of the next step of training jobs, by slot; a job that has none has a fault."""
         batches: dict[int, MicroBatches] = {}
         for run in self.training():
             try:
