@@ -280,6 +280,19 @@ def test_a_plan_of_estimated_times_is_trained_by_with_a_warning(job_file, tmp_pa
     assert "nobody has profiled this base here" in " ".join(auto.stderr.split())
 
 
+@pytest.mark.parametrize(("processes", "plan"), [("1", "single"), ("2", "replicated")])
+def test_auto_has_a_plan_for_a_base_without_layers(job_file, tmp_path, processes, plan):
+    """Of one layer none folds, and nothing can be timed."""
+    config = job_file.parent / "base" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 1}))
+    words = ["--device", "cpu", "--plan", "auto", "--gpus", processes, "-o", tmp_path / "run"]
+    told = fresh.run("-m", "tlora_fx", "train", job_file, *words)
+
+    assert told.returncode == 0, told.stderr
+    assert f"plan {plan}: the base was compiled without layers" in " ".join(told.stderr.split())
+    assert {status["status"] for status in statuses(tmp_path / "run")} == {"done"}
+
+
 def test_a_wrong_key_is_told_with_file_line_and_job_before_anything_runs(job_file, tmp_path):
     """`learning_rat` leads to `learning_rate`."""
     wrong = job_file.with_name("wrong.yaml")

@@ -406,8 +406,9 @@ def without_layers(facts: ModelFacts) -> NotProfilable:
     return NotProfilable(
         "the base was compiled without layers, so there is none to time for a plan",
         base=facts.title,
-        help="name a plan: --plan single for one process, --plan replicated for several; "
-        "`tlora-fx explain JOBS --node MODULE` says why layers do not fold",
+        help="`tlora-fx train` needs none: it takes --plan single for one process, and "
+        "--plan replicated for several; `tlora-fx explain JOBS --node MODULE` says why layers do "
+        "not fold",
     )
 
 

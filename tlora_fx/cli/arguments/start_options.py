@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -207,6 +207,10 @@ def arrange(
     jobs = everyone.from_leader(tuple(jobs))
     data, model = everyone.together(lambda: compiled_with_data(options, jobs, clocks))
     basis = None
+    if options.plan == "auto" and not (model.layer_order() or replan):
+        name = "single" if launch.size == 1 else "replicated"
+        bars.noted(f"plan {name}: the base was compiled without layers, so none can be timed")
+        options = replace(options, plan=name)
     if options.plan == "auto":
         from tlora_fx.runtime.auto_plan import plan_basis
 
