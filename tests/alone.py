@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tlora_fx.config.job import Job
 from tlora_fx.runtime.data.samples import JobData
-from tlora_fx.runtime.solo import SoloTrainer
+from tlora_fx.runtime.verification.solo import SoloTrainer
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from tlora_fx.ops.kernels.select import strict
 from tlora_fx.parallel.apply import require_whole_pairs
 from tlora_fx.runtime.checks import load_all_data, try_functions
 from tlora_fx.runtime.group_step import Batch, GroupStep
-from tlora_fx.runtime.verify import bounds_of, verify
+from tlora_fx.runtime.verification.verify import bounds_of, verify
 
 NAMED = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
 FIELDS = ("weights", "logprobs", "advantages")

@@ -9,7 +9,7 @@ import transformers
 from tests.api.bases import ROWS, TOKENIZER
 from tlora_fx import Job, train
 from tlora_fx.errors import DataDoesNotFit
-from tlora_fx.runtime.verify import bounds_of, verify
+from tlora_fx.runtime.verification.verify import bounds_of, verify
 
 ADDED = ["<think>", "</think>"]
 THINKING = [

@@ -24,7 +24,7 @@ from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.adapters.files import base_tensors, start_adapters
 from tlora_fx.runtime.callbacks import TrainerCallback
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
-from tlora_fx.runtime.verify import bounds_of, verify
+from tlora_fx.runtime.verification.verify import bounds_of, verify
 
 pytestmark = pytest.mark.gpu
 WIDE = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}

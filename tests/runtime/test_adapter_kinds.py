@@ -11,7 +11,7 @@ import pytest
 from tests.runtime.groups import make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.errors import JobError
-from tlora_fx.runtime.verify import verify
+from tlora_fx.runtime.verification.verify import verify
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
 STEPS = 3

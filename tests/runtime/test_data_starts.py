@@ -35,7 +35,7 @@ from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.data_starts import data_start, first_samples
 from tlora_fx.runtime.distributed import require_elementwise
 from tlora_fx.runtime.trainer import Trainer
-from tlora_fx.runtime.verify import adapter_difference
+from tlora_fx.runtime.verification.verify import adapter_difference
 
 EVA = {"init_lora_weights": "eva", "eva_config": {"rho": 1.0}}
 CORDA = {"init_lora_weights": "corda"}

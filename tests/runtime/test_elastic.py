@@ -44,7 +44,7 @@ from tlora_fx.runtime.rounds import elastic
 from tlora_fx.runtime.rounds.run_checkpoints import Commits
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
-from tlora_fx.runtime.verify import adapter_difference
+from tlora_fx.runtime.verification.verify import adapter_difference
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from tlora_fx.errors import BaseNotLoadable, JobsDiffer, ResumeMismatch, Unknown
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.runtime.adapters.files import base_tensors
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
-from tlora_fx.runtime.verify import bounds_of, verify
+from tlora_fx.runtime.verification.verify import bounds_of, verify
 
 
 def train(jobs, folder, **options):

@@ -18,7 +18,7 @@ from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.parallel import apply
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
-from tlora_fx.runtime.verify import bounds_of, verify
+from tlora_fx.runtime.verification.verify import bounds_of, verify
 
 pytestmark = pytest.mark.gpu
 

@@ -24,7 +24,7 @@ from tlora_fx.runtime.adapters.files import adapter_tensors, plain_base
 from tlora_fx.runtime.data.samples import JobData, load_job_data
 from tlora_fx.runtime.group_step import Batch, GroupStep
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
-from tlora_fx.runtime.verify import bounds_of, verify
+from tlora_fx.runtime.verification.verify import bounds_of, verify
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 OPTIONS = {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5}

@@ -22,7 +22,7 @@ from tlora_fx.ops.philox import philox
 from tlora_fx.parallel.apply import require_whole_pairs
 from tlora_fx.runtime.group_step import Batch, GroupStep
 from tlora_fx.runtime.trainer import Trainer
-from tlora_fx.runtime.verify import bounds_of, verify
+from tlora_fx.runtime.verification.verify import bounds_of, verify
 
 HIDDEN = 10
 

@@ -22,11 +22,11 @@ from tlora_fx.config.fields import OPTIMIZER_ALIASES, OPTIMIZERS, SCHEDULE_ARGUM
 from tlora_fx.config.job import Job
 from tlora_fx.config.job_optimizer import optimizer_arguments, optimizer_class
 from tlora_fx.errors import JobError, OptimizerError, OptimizerStateError
-from tlora_fx.runtime import solo
 from tlora_fx.runtime.optim import optimizer as optimizers
 from tlora_fx.runtime.optim.optimizer import JobOptimizer
 from tlora_fx.runtime.optim.schedules import rate_groups
 from tlora_fx.runtime.optim.trainable import learning_rates, require_trainable
+from tlora_fx.runtime.verification import solo
 
 STEPS = 9
 #: What LoRA-FA divides by.

@@ -21,7 +21,7 @@ from tlora_fx.parallel.mesh import Mesh, MeshShape
 from tlora_fx.runtime.adapters.files import adapter_tensors, plain_base
 from tlora_fx.runtime.distributed import require_elementwise
 from tlora_fx.runtime.trainer import Trainer
-from tlora_fx.runtime.verify import adapter_difference
+from tlora_fx.runtime.verification.verify import adapter_difference
 from tlora_fx.tracing.adapters import resolve_sites
 
 #: Fields of a job of each kind, with as much as a small base shows.

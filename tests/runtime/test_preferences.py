@@ -23,7 +23,7 @@ from tlora_fx.parallel.apply import require_whole_pairs
 from tlora_fx.runtime.adapters.files import adapter_tensors, plain_base
 from tlora_fx.runtime.data.samples import JobData, load_job_data
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
-from tlora_fx.runtime.verify import bounds_of, verify
+from tlora_fx.runtime.verification.verify import bounds_of, verify
 
 BETA = 0.3
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}

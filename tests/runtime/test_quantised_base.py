@@ -24,7 +24,7 @@ from tlora_fx.runtime.generation import AdapterGenerator, Prompt, SamplingOption
 from tlora_fx.runtime.merge import adapter_of, merge
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer
-from tlora_fx.runtime.verify import bounds_of, verify
+from tlora_fx.runtime.verification.verify import bounds_of, verify
 
 PROMPTS = ["1+1=", "a b c x y z"]
 

@@ -29,7 +29,7 @@ from tlora_fx.runtime.adapters.files import base_tensors, canonical_names
 from tlora_fx.runtime.data.samples import Sample, load_job_data
 from tlora_fx.runtime.group_step import Batch, GroupStep
 from tlora_fx.runtime.trainer import Trainer
-from tlora_fx.runtime.verify import bounds_of, verify
+from tlora_fx.runtime.verification.verify import bounds_of, verify
 
 __all__ = ["tokenizer"]
 

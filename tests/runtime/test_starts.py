@@ -36,7 +36,7 @@ from tlora_fx.runtime.adapters.starts import (
 from tlora_fx.runtime.distributed import require_elementwise
 from tlora_fx.runtime.optim.optimizer import JobOptimizer
 from tlora_fx.runtime.trainer import Trainer
-from tlora_fx.runtime.verify import adapter_difference
+from tlora_fx.runtime.verification.verify import adapter_difference
 
 #: The start of each job of the group, and what else its adapter has.
 JOBS = {

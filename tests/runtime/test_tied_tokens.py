@@ -19,7 +19,7 @@ from tlora_fx.model.backbone import load_backbone
 from tlora_fx.parallel.mesh import MeshShape
 from tlora_fx.parallel.prepare import require_fits
 from tlora_fx.runtime.adapters.files import adapter_tensors, plain_base
-from tlora_fx.runtime.verify import adapter_difference
+from tlora_fx.runtime.verification.verify import adapter_difference
 from tlora_fx.tracing.adapters import resolve_sites
 
 TOKENS: dict[str, Any] = {"all": [9, 3, 20], "named": {"embed_tokens": [3, 5]}, "none": None}

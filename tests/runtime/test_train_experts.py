@@ -27,7 +27,7 @@ from tlora_fx.runtime.adapters.files import (
 )
 from tlora_fx.runtime.job_run import RoundReport
 from tlora_fx.runtime.trainer import Trainer
-from tlora_fx.runtime.verify import adapter_difference, bounds_of, verify
+from tlora_fx.runtime.verification.verify import adapter_difference, bounds_of, verify
 
 FAMILIES = ("qwen3-moe", "mixtral", "olmoe", "deepseek-v3", "glm4-moe")
 #: A family whose code rounds to float32 by itself, whatever a test does.

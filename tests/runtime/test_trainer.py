@@ -21,7 +21,7 @@ from tlora_fx.runtime.checkpoints.store import CheckpointStore
 from tlora_fx.runtime.rounds.row_schedule import rounds_to_pay
 from tlora_fx.runtime.run_folder import MetricsLog, RunFolder, read_metrics
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
-from tlora_fx.runtime.verify import adapter_difference
+from tlora_fx.runtime.verification.verify import adapter_difference
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,13 @@ from tlora_fx.cli.verify import _table
 from tlora_fx.compiler import compile, resolve_pipeline
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.model.adapter_bank import AdapterBank
-from tlora_fx.runtime import verify as verifying
 from tlora_fx.runtime.adapters.files import adapter_tensors, plain_base
 from tlora_fx.runtime.adapters.quantised import trained_base
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.job_run import RoundReport
 from tlora_fx.runtime.trainer import Trainer
-from tlora_fx.runtime.verify import (
+from tlora_fx.runtime.verification import verify as verifying
+from tlora_fx.runtime.verification.verify import (
     MASKED,
     PLAIN,
     Differences,

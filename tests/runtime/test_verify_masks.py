@@ -15,7 +15,7 @@ from tlora_fx import ops
 from tlora_fx.errors import OracleError
 from tlora_fx.ops.philox import philox
 from tlora_fx.ops.tables import site_id
-from tlora_fx.runtime.solo import (
+from tlora_fx.runtime.keyed_dropout import (
     EAGER,
     KeyedDropout,
     attend,

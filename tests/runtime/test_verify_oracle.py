@@ -30,7 +30,7 @@ from tlora_fx.config.job import BaseSpec, DataSpec, Job
 from tlora_fx.errors import OracleError
 from tlora_fx.runtime.data.sample_order import SampleOrder, in_another_layout, lines_of
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
-from tlora_fx.runtime.solo import SoloTrainer
+from tlora_fx.runtime.verification.solo import SoloTrainer
 
 VOCABULARY, STEPS = 37, 3
 DROPPED = ("llama", "gpt2", "opt", "gemma2", "mistral", "plain")

@@ -24,7 +24,7 @@ from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import FusionError, JobError, UnknownTarget
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.model.batch import pad
-from tlora_fx.runtime.solo import KeyedDropout
+from tlora_fx.runtime.keyed_dropout import KeyedDropout
 from tlora_fx.testing.equivalence import SIZES
 from tlora_fx.tracing.adapters import resolve_sites
 

@@ -19,7 +19,7 @@ from tlora_fx.cli.terminal import Console, Working, print_whole
 from tlora_fx.errors import VerifyError
 
 if TYPE_CHECKING:
-    from tlora_fx.runtime.verify import Bounds, JobDifference
+    from tlora_fx.runtime.verification.verify import Bounds, JobDifference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ def run(options: VerifyOptions) -> None:
     job_file = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
     require_data_and_base(job_file.jobs)
     with Working(console, "compiling, training fused and alone") as working:
-        from tlora_fx.runtime.verify import bounds_of, declared, verify
+        from tlora_fx.runtime.verification.verify import bounds_of, declared, verify
 
         passes, device = options.passes(), options.device
         bounds = bounds_of(job_file.base.dtype, device)

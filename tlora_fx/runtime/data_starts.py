@@ -28,7 +28,7 @@ from tlora_fx.runtime.adapters.starts import computed_start, needs_data
 from tlora_fx.runtime.data.sample_order import lines_of, pad
 from tlora_fx.runtime.data.samples import NO_TARGET, JobData, Sample, sample_order
 from tlora_fx.runtime.distributed import Ranks
-from tlora_fx.runtime.solo import choose_attention
+from tlora_fx.runtime.keyed_dropout import choose_attention
 from tlora_fx.tracing.adapters import resolve_sites
 
 #: Samples that a start is made of, or all that there are; pairs and packed sequences are one.

@@ -24,7 +24,7 @@ from transformers import Trainer, get_scheduler
 from tests.silence.mixes.drawn import EPSILON
 from tlora_fx.config.job import Job
 from tlora_fx.runtime.data.samples import JobData, Sample
-from tlora_fx.runtime.solo import KeyedDropout, choose_attention
+from tlora_fx.runtime.keyed_dropout import KeyedDropout, choose_attention
 
 IGNORED = -100
 CLASSES = {

@@ -43,8 +43,8 @@ from tlora_fx.runtime.data.sample_order import Line, SampleOrder, in_another_lay
 from tlora_fx.runtime.data.samples import JobData, Sample
 from tlora_fx.runtime.distributed import device_named
 from tlora_fx.runtime.job_run import JobRun
-from tlora_fx.runtime.solo import SoloTrainer
 from tlora_fx.runtime.trainer import Trainer
+from tlora_fx.runtime.verification.solo import SoloTrainer
 
 PLAIN = "plain PEFT, dropout 0"
 MASKED = "PEFT with the job's keyed masks"

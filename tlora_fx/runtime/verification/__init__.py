@@ -1,0 +1,1 @@
+"""Jobs together and alone: what `verify` compares."""
