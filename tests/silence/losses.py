@@ -250,13 +250,8 @@ def recipes() -> st.SearchStrategy[Recipe]:
     )
 
 
-def drawn(count: int) -> list[Recipe]:
-    """Recipes that hypothesis draws, the same each time."""
-    return [_second(number) for number in range(count)]
-
-
-def _second(number: int) -> Recipe:
-    """The second recipe of a seed; the first is the smallest for all."""
+def drawn(number: int) -> Recipe:
+    """The second recipe that hypothesis draws by a seed; the first is the smallest for all."""
     kept: list[Recipe] = []
 
     @seed(number)
