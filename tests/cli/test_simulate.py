@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from tests import forked
 from tlora_fx.cli import main
 from tlora_fx.simulator import sweep
 
@@ -120,7 +121,8 @@ def test_a_mistake_that_another_process_finds_is_told_once(capsys, tmp_path):
     words = ("simulate", "--trace", str(path), "--gpus", "32", "--seeds", "1")
     wrong = ("--policies", "megatron", "--sweeps", "cluster", "--cluster-sizes", "4")
     one, _ = refused(capsys, *words, *wrong, "--processes", "1")
-    many, status = refused(capsys, *words, *wrong, "--processes", "2")
+    with forked.interpreter():
+        many, status = refused(capsys, *words, *wrong, "--processes", "2")
 
     assert status == 1
     assert many[many.index("error[") :] == one[one.index("error[") :]
