@@ -10,13 +10,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1] / "tlora_fx"
 #: They begin a clause about the thing: a reader has the noun at its end, or never.
 CLAUSES = re.compile(r"(What|Of|Let|So many)\b")
+HOLDERS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def docstrings(path: Path) -> Iterator[tuple[str, str]]:
     """Place and docstring of a module, and of all public classes and functions in it."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
+    below: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    for node in below:
+        # Expressions hold none, and are most of a tree.
+        below += [each for each in ast.iter_child_nodes(node) if isinstance(each, HOLDERS)]
         name = getattr(node, "name", "")
         public = isinstance(node, DOCUMENTED) and not name.startswith("_")
         if public and (text := ast.get_docstring(node)) is not None:

@@ -163,10 +163,12 @@ def test_no_other_module_names_a_variable_of_ours():
     root = Path(tlora_fx.__file__).parent
     rooms = [root, *(root.parent / name for name in ("codegen", "passes", "planners"))]
     files = {path.resolve() for room in rooms for path in room.rglob("*.py")}
+    texts = {path: path.read_text("utf-8") for path in files}
     named = {
         path.name
-        for path in files
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for path, text in texts.items()
+        if "TLORA_FX_" in text
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Constant) and node.value in VARIABLES
     }
 
