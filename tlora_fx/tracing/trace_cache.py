@@ -67,6 +67,8 @@ IN_SITES = frozenset({
 })  # fmt: skip
 _ROOTS = frozenset({*LIBRARIES, "tlora_fx", *sys.stdlib_module_names})
 _IN_PLACE = _ROOTS | {"huggingface_hub"}
+_TRACING = "tlora_fx.tracing."
+_CODE = operator.attrgetter("__code__")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _MODULE_STATE = frozenset(vars(nn.Module()))
 _HOOKS = (
@@ -347,10 +349,8 @@ def _environment() -> object:
     if not _are_installed():
         raise _NoLibraryCode(f"libraries are not installed packages: {_homes()}")
     for name, module in list(sys.modules.items()):
-        root, _, rest = name.partition(".")
-        ours = root == "tlora_fx" and rest.partition(".")[0] in ROOMS
-        if ours or root in ("transformers", "peft") or name == "torch.nn.functional":
-            _require_own(module, classes=root != "transformers")
+        if _takes_part(name):
+            _require_own(module, classes=not name.startswith("transformers"))
     return (
         _versions(),
         own_source(*ROOMS),
@@ -358,6 +358,14 @@ def _environment() -> object:
         str(torch.get_default_dtype()),
         torch.is_inference_mode_enabled(),
     )
+
+
+@functools.cache
+def _takes_part(module: str) -> bool:
+    """Whether a module's functions may be called by what is traced, or trace it themselves."""
+    root, _, rest = module.partition(".")
+    ours = root == "tlora_fx" and rest.partition(".")[0] in ROOMS
+    return ours or root in ("transformers", "peft") or module == "torch.nn.functional"
 
 
 @functools.cache
@@ -380,12 +388,12 @@ def _on_path() -> set[Path]:
 
 def _own_settings() -> Iterator[str]:
     """What stands at the top of the modules that trace; a process may have changed it."""
-    for name, module in sorted(sys.modules.items()):
-        if name.startswith("tlora_fx.tracing."):
-            for key, value in vars(module).items():
-                if not key.startswith("__"):
-                    named = getattr(value, "__qualname__", type(value).__qualname__)
-                    yield f"{name}.{key}={value if isinstance(value, _PLAIN) else named!r}"
+    tracing = [each for each in list(sys.modules.items()) if each[0].startswith(_TRACING)]
+    for name, module in sorted(tracing):
+        for key, value in vars(module).items():
+            if not key.startswith("__"):
+                named = getattr(value, "__qualname__", type(value).__qualname__)
+                yield f"{name}.{key}={value if isinstance(value, _PLAIN) else named!r}"
 
 
 def _base(backbone: Backbone) -> object:
@@ -508,11 +516,13 @@ class _Contents(NamedTuple):
     """What a module and its classes held.
 
     holders     the module and each class, with the names and the values that it held
-    functions   all functions among the values, with the code of each
+    functions   all functions among the values
+    codes       the code of each function
     """
 
     holders: list[tuple[object, tuple[str, ...], tuple[object, ...]]]
-    functions: list[tuple[types.FunctionType, types.CodeType]]
+    functions: list[types.FunctionType]
+    codes: list[types.CodeType]
 
     @classmethod
     def of(cls, module: types.ModuleType) -> _Contents:
@@ -520,8 +530,10 @@ class _Contents(NamedTuple):
         values = list(vars(module).values())
         own = [e for e in values if isinstance(e, type) and e.__module__ == module.__name__]
         held = [(h, tuple(vars(h)), tuple(vars(h).values())) for h in (module, *own)]
-        functions = itertools.chain.from_iterable(map(_functions, (v for h in held for v in h[2])))
-        return cls(held, [(function, function.__code__) for function in functions])
+        functions = [
+            each for _, _, held_values in held for v in held_values for each in _functions(v)
+        ]
+        return cls(held, functions, [*map(_CODE, functions)])
 
     def is_unchanged(self, module: types.ModuleType) -> bool:
         """Whether the module, which may have been imported anew, still holds the same objects."""
@@ -532,7 +544,7 @@ class _Contents(NamedTuple):
                 and all(map(operator.is_, values, vars(holder).values()))
                 for holder, names, values in self.holders
             )
-            and all(function.__code__ is code for function, code in self.functions)
+            and all(map(operator.is_, map(_CODE, self.functions), self.codes))
         )
 
 
