@@ -2,7 +2,7 @@
 #
 #   make demo    compile, inspect, train and verify examples/quickstart
 #   make test    all checks and all tests
-#                one half of large suites, which the commit chooses; TLORA_FX_SAMPLE=all tries both
+#                one third of large suites, which the commit chooses; TLORA_FX_SAMPLE=all tries all
 #   make fuzz    20,000 damaged files
 #   make docs    all pages and the reference as a site, with every link checked
 #   make tinker-sdk   the client of the Tinker API, in an environment of its own, for its tests

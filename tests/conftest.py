@@ -141,7 +141,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         quick = test in ONE_OF and cases[test] % ONE_OF[test] == 0
         cases[test] += 1
         is_slow = name in SLOW or (test in SLOW and not quick)
-        if is_slow or not sampled.is_tried(name, sampled.HALF):
+        if is_slow or not sampled.is_tried(name, sampled.THIRD):
             item.add_marker(pytest.mark.slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
@@ -156,11 +156,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Which half of large suites was tried."""
-    if sampled.HALF != sampled.ALL and config.option.markexpr == "not slow":
+    """Which third of large suites was tried."""
+    if sampled.THIRD != sampled.ALL and config.option.markexpr == "not slow":
         terminalreporter.write_line(
-            f"of large suites half {sampled.HALF} was tried: {sampled.VARIABLE}={sampled.HALF} "
-            f"repeats it, {sampled.ALL} tries both"
+            f"of large suites third {sampled.THIRD} was tried: {sampled.VARIABLE}={sampled.THIRD} "
+            f"repeats it, {sampled.ALL} tries all"
         )
 
 

@@ -1,8 +1,8 @@
 """Of many cases of one claim, some are tried in each run of the tests; `make slow` tries all.
 
-Of the suites that `large.txt` names, a run tries one half of all cases. The commit chooses it, so
-that a run can be repeated, and commits together try all. `TLORA_FX_SAMPLE=0`, `1` or `all` says
-otherwise.
+Of the suites that `large.txt` names, a run tries one third of all cases. The commit chooses it, so
+that a run can be repeated, and commits together try all. `TLORA_FX_SAMPLE=0`, `1`, `2` or `all`
+says otherwise.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ALL = "all"
 LARGE = frozenset(
     line for line in (HERE / "large.txt").read_text().splitlines() if not line.startswith("#")
 )
-Half = Literal["0", "1", "all"]
+Third = Literal["0", "1", "2", "all"]
 
 
-def half_of(environment: dict[str, str]) -> Half:
-    """Which half of large suites a run tries; without git the first."""
+def third_of(environment: dict[str, str]) -> Third:
+    """Which third of large suites a run tries; without git the first."""
     match environment.get(VARIABLE):
         case None:
             words = ["git", "-C", str(HERE), "rev-parse", "HEAD"]
@@ -34,27 +34,27 @@ def half_of(environment: dict[str, str]) -> Half:
                 done = subprocess.run(words, capture_output=True, text=True, check=False)
             except FileNotFoundError:
                 return "0"
-            odd = done.returncode == 0 and int(done.stdout, 16) % 2
-            return "1" if odd else "0"
-        case "0" | "1" | "all" as said:
+            found = int(done.stdout, 16) % 3 if done.returncode == 0 else 0
+            return "012"[found]  # type: ignore[return-value]
+        case "0" | "1" | "2" | "all" as said:
             return said
         case other:
-            raise pytest.UsageError(f"{VARIABLE} is 0, 1 or {ALL}, not {other!r}")
+            raise pytest.UsageError(f"{VARIABLE} is 0, 1, 2 or {ALL}, not {other!r}")
 
 
-HALF = half_of(dict(os.environ))
+THIRD = third_of(dict(os.environ))
 # Workers, and processes with an interpreter of their own, try the same.
-os.environ[VARIABLE] = HALF
+os.environ[VARIABLE] = THIRD
 
 
-def is_tried(name: str, half: Half) -> bool:
-    """Whether a case is of a half.
+def is_tried(name: str, third: Third) -> bool:
+    """Whether a case is of a third.
 
     name   FILE::TEST[CASE], the file below this folder
     """
-    if half == ALL or name.partition("::")[0] not in LARGE:
+    if third == ALL or name.partition("::")[0] not in LARGE:
         return True
-    return zlib.crc32(name.encode()) % 2 == int(half)
+    return zlib.crc32(name.encode()) % 3 == int(third)
 
 
 def sampled(cases: Iterable[Any], one_of: int = 3) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The lists of slow tests and of large suites name what is there, and both halves are all."""
+"""The lists of slow tests and of large suites name what is there, and the thirds are all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import HERE, SLOW
-from tests.sampled import LARGE, half_of, is_tried
+from tests.sampled import LARGE, is_tried, third_of
 
 
 def test_a_line_names_a_test():
@@ -31,24 +31,24 @@ def test_a_line_names_a_suite():
 
 
 @given(name=st.text(), suite=st.sampled_from(sorted(LARGE)))
-def test_both_halves_are_all_and_share_nothing(name, suite):
-    """Of a suite that is not large each half has every case."""
+def test_all_thirds_are_all_and_share_nothing(name, suite):
+    """Of a suite that is not large each third has every case."""
     case = f"{suite}::{name}"
 
-    assert sum(is_tried(case, half) for half in ("0", "1")) == 1
+    assert sum(is_tried(case, third) for third in ("0", "1", "2")) == 1
     assert is_tried(case, "all")
-    assert all(is_tried(f"test_readme.py::{name}", half) for half in ("0", "1"))
+    assert all(is_tried(f"test_readme.py::{name}", third) for third in ("0", "1", "2"))
 
 
 def test_the_commit_chooses_where_nobody_does(monkeypatch):
-    """By the last digit of its name; a folder without git has the first half."""
-    asked = subprocess.CompletedProcess([], 0, stdout="a1f3\n")
+    """By its name as a number; a folder without git has the first third."""
+    asked = subprocess.CompletedProcess([], 0, stdout="a1f2\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: asked)
-    assert half_of({}) == "1"
-    asked.stdout = "a1f2\n"
-    assert half_of({}) == "0"
-    assert half_of({"TLORA_FX_SAMPLE": "all"}) == "all"
+    assert third_of({}) == "1"
+    asked.stdout = "a1f3\n"
+    assert third_of({}) == "2"
+    assert third_of({"TLORA_FX_SAMPLE": "all"}) == "all"
     asked.returncode = 128
-    assert half_of({}) == "0"
-    with pytest.raises(pytest.UsageError, match="0, 1 or all, not '2'"):
-        half_of({"TLORA_FX_SAMPLE": "2"})
+    assert third_of({}) == "0"
+    with pytest.raises(pytest.UsageError, match="0, 1, 2 or all, not '3'"):
+        third_of({"TLORA_FX_SAMPLE": "3"})
