@@ -61,6 +61,9 @@ def test_a_parameter_and_a_state_are_known_again(later):
         lambda x: x * 2,
         lambda x: x.float().sum(),
         lambda x: x[1],
+        lambda x: x.cpu(),
+        lambda x: torch.tensor(x.tolist()),
+        lambda x: torch.tensor(x.numpy().sum()),
         lambda x: torch.stack([x[0], x[1]]),
         lambda x: torch.cat([x, torch.zeros(1, 4, 5, dtype=torch.float64)]),
     ],
@@ -75,10 +78,30 @@ def test_what_reads_numbers_gets_them(later, read):
     assert torch.equal(found, read(torch.stack(experts)))
 
 
-def test_what_writes_is_refused(later):
+def filled(x):
+    x[0] = 2
+
+
+def doubled(x):
+    x *= 2
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        filled,
+        doubled,
+        lambda x: x.mul_(2),
+        lambda x: x.data.zero_(),
+        nn.init.normal_,
+        lambda x: torch.add(x, x, out=x),
+        lambda x: torch.ones_like(x, device="cpu").copy_(x),
+    ],
+)
+def test_what_writes_is_refused(later, write):
     """Nothing that was written may be lost."""
     with later, pytest.raises(CannotWait):
-        torch.stack(parts(3, 4, 5)).mul_(2)
+        write(torch.stack(parts(3, 4, 5)))
 
 
 @pytest.mark.parametrize(

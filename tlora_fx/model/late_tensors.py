@@ -20,6 +20,12 @@ from torch.utils import _pytree as pytree
 #: Smaller tensors are put together at once.
 LATE_BYTES = 16 * 2**20
 _MERGES = (torch.stack, torch.cat)
+#: What `x[0] = y` and `x += y` call; other functions that write end with one underscore.
+_WRITES = {
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__imatmul__", "__itruediv__",
+    "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__",
+    "__irshift__",
+}  # fmt: skip
 
 
 class Piece(NamedTuple):
@@ -128,13 +134,16 @@ class MergesLater(TorchFunctionMode):
             return merged
         if not self._late or not any(map(self._is_late, pytree.tree_leaves((args, kwargs)))):
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
-            raise CannotWait(f"{name} writes to a tensor that has no memory yet")
-        seen = func(*args, **kwargs) if func not in _MERGES else None
-        tensors = [leaf for leaf in pytree.tree_leaves(seen) if isinstance(leaf, Tensor)]
-        if func not in _MERGES and all(map(self.late, tensors)):
-            return seen
+        if _writes(func) or kwargs.get("out") is not None:
+            raise CannotWait(f"{func.__name__} may write to a tensor that has no memory yet")
+        if func not in _MERGES:
+            try:
+                seen = func(*args, **kwargs)
+            except (RuntimeError, TypeError):  # it asks for numbers
+                seen = torch.empty(0)
+            tensors = [leaf for leaf in pytree.tree_leaves(seen) if isinstance(leaf, Tensor)]
+            if all(map(self.late, tensors)):
+                return seen
         args, kwargs = pytree.tree_map(self._whole, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -185,6 +194,12 @@ class MergesLater(TorchFunctionMode):
         if late is None:
             raise CannotWait("a part of a tensor that has no memory yet is read")
         return late.whole()
+
+
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    own = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    return own or name in _WRITES
 
 
 def _memory_of(tensor: Tensor) -> int:
