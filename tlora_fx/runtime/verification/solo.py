@@ -25,8 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tlora_fx.config.functions import UserFunction, callable_of
 from tlora_fx.config.job import BETA, Job
 from tlora_fx.config.job_optimizer import optimizer_arguments, optimizer_class, own_schedule
+from tlora_fx.config.losses import LOSSES
 from tlora_fx.errors import OracleError
 from tlora_fx.numerics.noise import disturbed_embeddings
 from tlora_fx.ops.noise import noise_rows
@@ -35,7 +37,6 @@ from tlora_fx.runtime.adapters.starts import constant_part
 from tlora_fx.runtime.data.labels import decoded
 from tlora_fx.runtime.data.sample_order import NO_TARGET, Line, SampleOrder, pad
 from tlora_fx.runtime.keyed_dropout import KeyedDropout, choose_attention
-from tlora_fx.runtime.verification.solo_losses import summed_losses
 from tlora_fx.tracing.adapters import wrap_with_peft
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class SoloTrainer:
                     loss = _reward_loss(model, job, ids, labels_of, attended) / compared
                 elif job.named_loss is not None:
                     own = _token_losses(model, ids, labels_of, attended)
-                    loss = summed_losses(job, batch, own) / targets
+                    loss = _summed_losses(job, batch, own) / targets
                 elif job.is_preference:
                     loss = _pair_loss(model, job, ids, labels_of, attended, reference) / compared
                 elif job.base.is_classifier:
@@ -344,6 +345,57 @@ def _token_losses(model: PeftModel, ids: Tensor, labels: Tensor, attended: Tenso
         out = model(ids)
     logits = _logits_of(out)[:, :-1].transpose(1, 2)
     return F.cross_entropy(logits, labels[:, 1:], reduction="none")
+
+
+def _summed_losses(job: Job, lines: Sequence[Line], token_losses: Tensor) -> Tensor:
+    """The sum of a micro-batch's losses.
+
+    lines          its sequences; those without targets count for nothing
+    token_losses   [B, S - 1], of each token but the first
+    """
+    logprobs, said = [], []
+    for line, losses in zip(lines, token_losses, strict=True):
+        places = [at for at, label in enumerate(line.labels) if at and label != NO_TARGET]
+        if not places:
+            continue
+        logprobs.append(-losses[[at - 1 for at in places]])
+        numbers = {"weights": [1.0] * len(line.ids), **line.numbers}
+        said.append(
+            {
+                name: logprobs[-1].new_tensor([values[at] for at in places])
+                for name, values in numbers.items()
+            }
+        )
+    loss = job.named_loss
+    if isinstance(loss, UserFunction):
+        found = callable_of(loss, "loss", job.name)(logprobs, said)
+        total: Tensor = found[0] if isinstance(found, tuple) else found
+        return total.reshape(())
+    assert loss is not None
+    options = {**LOSSES[loss], **job.loss_options}
+    pairs = zip(logprobs, said, strict=True)
+    return torch.stack([_sequence_loss(loss, options, *pair) for pair in pairs]).sum()
+
+
+def _sequence_loss(
+    loss: str, options: Mapping[str, float], logprobs: Tensor, said: Mapping[str, Tensor]
+) -> Tensor:
+    """The sum of a sequence's token losses, by the table of docs/group-step.md."""
+    old, gains = said["logprobs"], said["advantages"]
+    ratio = torch.exp(logprobs - old)
+    if loss == "gspo":
+        level = torch.exp((logprobs - old).mean().detach())
+        ratio = level * torch.exp(logprobs - logprobs.detach())
+    if loss == "importance_sampling":
+        each = ratio * gains
+    elif loss == "dro":
+        each = gains * logprobs - options["beta"] / 2 * (logprobs - old) ** 2
+    else:
+        clipped = ratio.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
+        each = torch.minimum(ratio * gains, clipped * gains)
+        if loss == "cispo":
+            each = clipped.detach() * gains * logprobs
+    return -(said["weights"] * each).sum()
 
 
 def _compared(
